@@ -1,0 +1,87 @@
+"""Every setting of the engine, once: the Python API takes them as keywords, the command line as flags."""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from jaxserve.errors import ConfigError
+
+
+def setting(default, help: str, **flag):
+    """A dataclass field with the words that `--help` shows; `flag` may hold `choices`, `metavar` or `aliases`."""
+    return field(default=default, metadata={"help": help, **flag})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is loaded and served; names are vLLM's where the meaning is the same."""
+
+    model: str = setting(
+        "", "checkpoint: a folder (safetensors or a converted one), a .gguf file, or a Hugging Face hub name"
+    )
+    tokenizer: str | None = setting(None, "where the tokenizer is, if not with the model")
+    revision: str | None = setting(None, "branch, tag or commit of a hub name")
+    dtype: str = setting(
+        "auto",
+        "data type of weights and activations; auto is the checkpoint's own on an accelerator and float32 on CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "data type of cached keys and values", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output, in tokens; by default what the model allows", aliases=("--context-length",)
+    )
+    max_num_seqs: int = setting(
+        32, "most sequences computed in one step", aliases=("--max-running-requests",)
+    )
+    max_num_batched_tokens: int = setting(
+        512, "most new tokens computed in one step (longer prompts go in chunks)", aliases=("--chunked-prefill-size",)
+    )
+    gpu_memory_utilization: float = setting(
+        0.5,
+        "fraction of the device's free memory that weights and cache may fill",
+        aliases=("--mem-fraction-static",),
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "size of the cache in bytes, instead of a fraction of free memory"
+    )
+    num_gpu_blocks_override: int | None = setting(None, "number of cache pages, instead of a size")
+    block_size: int = setting(16, "tokens a cache page holds", aliases=("--page-size",))
+    enable_prefix_caching: bool = setting(True, "share cached pages between equal prompt beginnings")
+    scheduling_policy: str = setting(
+        "fcfs", "order of waiting requests: arrival, or priority then arrival", choices=("fcfs", "priority")
+    )
+    async_scheduling: bool = setting(True, "plan and launch a step before the one before it is read")
+    max_num_queued_reqs: int = setting(256, "waiting requests beyond which new ones are answered 429")
+    max_num_queued_tokens: int | None = setting(
+        None, "waiting prompt tokens beyond which new requests are answered 429"
+    )
+    max_logprobs: int = setting(20, "most alternatives a request may ask for per token (20 at most)")
+    seed: int = setting(0, "seed for requests that bring none")
+    compilation_cache_dir: str | None = setting(
+        "~/.cache/jaxserve/xla", "folder where compiled steps are kept between starts; empty for none"
+    )
+
+    def __post_init__(self):
+        for f in fields(self):
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ConfigError(f"{f.name}={getattr(self, f.name)!r} is unknown; use one of {', '.join(choices)}")
+        if not self.model:
+            raise ConfigError("no model was named; give a folder, a .gguf file or a hub name")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+                     "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_queued_tokens"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+        if self.max_num_queued_reqs < 0:
+            raise ConfigError(f"max_num_queued_reqs={self.max_num_queued_reqs} must not be negative")
+        if not 0 <= self.max_logprobs <= 20:
+            raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and 20")
+        if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "so not every running sequence could get its next token in a step; raise it or lower max_num_seqs"
+            )

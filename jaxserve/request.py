@@ -1,0 +1,71 @@
+"""What goes into the engine and what comes out: requests, deltas and finished outputs."""
+
+from dataclasses import dataclass, field
+
+from jaxserve.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt in tokens, and how to go on from it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None = None  # the text, when there was one; only handed back
+    priority: int = 0  # lower is served first, as in vLLM
+    cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's log-probability under the model, before temperature and filters."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the most likely
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step adds to one of a request's choices.
+
+    The deltas of a choice, joined, are its whole output; exactly the last one has a `finish_reason`
+    ("stop", "length", "abort" or "error").
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict a token: the sampled one first, then the top ones
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # on the choice's first delta, when asked for
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: str | None = None  # with finish_reason "error": what went wrong
+
+
+@dataclass
+class CompletionOutput:
+    """One finished choice (vLLM's names)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A finished request (vLLM's names)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
+    num_cached_tokens: int = 0
