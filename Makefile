@@ -1,0 +1,51 @@
+# make serve: a running server from nothing.   make test: everything that must hold.
+# `uv` is taken from PATH, or else installed from PyPI into .uv/ here; the interpreter is .python-version's.
+
+UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
+PYTHON := .venv/bin/python
+VENV := .venv/pyvenv.cfg
+PORT ?= 8000
+MODEL ?= demo:smollm2
+
+.PHONY: setup serve test lint docs clean
+
+setup: .venv/.stamp-demo
+
+serve: .venv/.stamp-demo
+	@echo
+	@echo "  http://localhost:$(PORT)/docs          every endpoint, to read and to try (docs/server.md says more)"
+	@echo "  http://localhost:$(PORT)/v1            base URL for the openai package; any API key will do"
+	@echo "  .venv/bin/jaxserve chat --url http://localhost:$(PORT)        talk to it, from another terminal"
+	@echo "  curl http://localhost:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "       -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
+	@echo
+	@exec .venv/bin/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: lint
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: .venv/.stamp-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+# The support table of README and docs/support.md, from a run of the tests that carry its rows.
+docs: .venv/.stamp-dev
+	$(PYTHON) -m pytest -m supports --support-report build/support.json
+	$(PYTHON) -m bench.support build/support.json
+
+clean:
+	rm -rf .venv .uv build *.egg-info
+
+.venv/.stamp-%: pyproject.toml $(VENV) | $(UV)
+	$(UV) pip install --quiet --python $(PYTHON) --editable '.[$*$(if $(filter dev,$*),$(comma)demo)]'
+	@touch $@
+
+$(VENV): .python-version | $(UV)
+	$(UV) venv --quiet --allow-existing .venv
+	@touch $@
+
+.uv/bin/uv:
+	python3 -m pip install --quiet --disable-pip-version-check --target .uv 'uv>=0.8,<1'
+
+comma := ,
