@@ -1,0 +1,232 @@
+"""The scheduler: which sequences compute how many of their tokens in the next step.
+
+No arrays, clock or devices. `schedule` may be called while the step before is unread: the device runs steps in
+order, so what a launched step writes counts as computed, and what is given back may be given out again.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from jaxserve.sequence import Sequence
+from kv import KVCache
+
+
+class Chunk(NamedTuple):
+    """Compute tokens start..start+count-1 of a sequence."""
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool  # the chunk ends at the sequence's end, so its last row gives the next token
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: what it computes, who entered (and has a new slot) and who had to leave for others."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decoding sequences first, each step; what is left of the token budget goes to prompts.
+
+    A prompt is admitted with the pages of all its tokens at once, so only decoding can run out of pages. Then the
+    last in rank gives its own back and waits, to be computed again (from the prefix cache, as far as it is still
+    there). The first in rank never gives way, so it always finishes. Rank is arrival, or with the policy
+    "priority" the priority and then arrival.
+    """
+
+    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs"):
+        assert policy in ("fcfs", "priority"), policy
+        assert 1 <= max_num_seqs <= max_num_batched_tokens, "every running sequence must get a token in each step"
+        self.cache, self.policy = cache, policy
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.running: list[Sequence] = []  # both lists are kept in rank order
+        self.waiting: list[Sequence] = []
+        self.preemptions = 0
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._arrivals = 0
+        self._refused: tuple[Sequence, int] | None = None  # who found no room last, and how much there was
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. One that can never fit must have been refused before (`KVCache.fits`)."""
+        assert self.cache.fits(seq.max_len - 1), f"max_len={seq.max_len} is beyond {self.cache.capacity_tokens}"
+        seq.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, seq, key=self._rank)
+
+    def received(self, seq: Sequence, token: int) -> bool:
+        """A sample was read: append it. False, and nothing appended, if the sequence has ended in the meantime."""
+        seq.in_flight -= 1
+        if not seq.done:
+            seq.tokens.append(token)
+        return not seq.done
+
+    def finish(self, seq: Sequence) -> None:
+        """The sequence has ended, in whatever state it is; its pages and slot come back. Twice does no harm."""
+        if seq.done:
+            return
+        seq.done = True
+        if seq.slot is None:
+            self.waiting.remove(seq)
+        else:
+            self._leave(seq)
+
+    abort = finish
+
+    def schedule(self) -> Plan:
+        """Decide on a step and count its tokens as computed. Empty when all depends on samples not yet read."""
+        plan = Plan()
+        if self.policy == "priority":
+            self._overtake(plan)
+        prefilling = self._decode(plan)
+        self._prefill(prefilling, self.max_num_batched_tokens - len(plan.chunks), plan)
+        return plan
+
+    def _rank(self, seq: Sequence) -> tuple[int, int]:
+        return (seq.priority if self.policy == "priority" else 0, seq.arrival)
+
+    def _decode(self, plan: Plan) -> list[Sequence]:
+        """Give a token to every running sequence that owes just one, in rank order; return those that owe more."""
+        prefilling = []
+        commit, take = self.cache.commit, self._take
+        for seq in self.running.copy():
+            if seq.slot is None:  # gave its pages back for one before it
+                continue
+            assert seq.lease is not None
+            commit(seq.lease, seq.tokens, min(seq.computed, len(seq.tokens)))
+            owed = seq.owed
+            if owed > 1:
+                prefilling.append(seq)
+            elif owed and self._grow(seq, plan):
+                take(seq, 1, plan)
+        return [seq for seq in prefilling if seq.slot is not None]
+
+    def _grow(self, seq: Sequence, plan: Plan) -> bool:
+        """A place for the sequence's next token, at the cost of the last in rank; False if that was itself."""
+        assert seq.lease is not None
+        while not self.cache.grow(seq.lease, seq.computed + 1):
+            last = self.running[-1]
+            self._preempt(last, plan)
+            if last is seq:
+                return False
+        return True
+
+    def _prefill(self, prefilling: list[Sequence], budget: int, plan: Plan) -> None:
+        """Spend `budget` on prompts in rank order; one that needs more steps leaves half of it to shorter ones."""
+        if not prefilling and budget and (admitted := self._admit_next(plan)):
+            prefilling = [admitted]
+        if prefilling and prefilling[0].owed > budget:
+            budget -= self._let_pass(prefilling, budget // 2, plan)
+        for seq in prefilling:
+            if budget:
+                budget -= self._take(seq, min(seq.owed, budget), plan)
+        while budget and (seq := self._admit_next(plan)):
+            budget -= self._take(seq, min(seq.owed, budget), plan)
+
+    def _let_pass(self, prefilling: list[Sequence], spare: int, plan: Plan) -> int:
+        """Spend up to `spare` tokens on prompts shorter than the rest of the first one, the shortest first.
+
+        Of those already running, the ones served are taken off `prefilling`. Returns the tokens spent.
+        """
+        first, left = prefilling[0], spare
+        queue = [] if plan.preempted or not self._slots else islice(self.waiting, self.max_num_seqs)
+        shorter = [
+            seq
+            for seq in (*prefilling[1:], *queue)
+            if seq.owed < first.owed and self._rank(seq)[0] <= self._rank(first)[0] and self._ready(seq)
+        ]
+        for seq in sorted(shorter, key=lambda seq: seq.owed):
+            if not left:
+                break
+            if seq.slot is not None:
+                prefilling.remove(seq)
+            elif not self._admit(seq, plan):
+                break
+            left -= self._take(seq, min(seq.owed, left), plan)
+        return spare - left
+
+    def _take(self, seq: Sequence, count: int, plan: Plan) -> int:
+        start = seq.computed
+        seq.computed += count
+        samples = seq.computed == len(seq.tokens) + seq.in_flight
+        if samples:
+            seq.in_flight += 1
+        plan.chunks.append(Chunk(seq, start, count, samples))
+        return count
+
+    def _ready(self, seq: Sequence) -> bool:
+        """Whether nothing but room is missing: all samples read, and the prompt cached that it is to share."""
+        leader = seq.leader
+        return not seq.in_flight and (leader is None or leader.done or leader.computed >= leader.prompt_len)
+
+    def _admit_next(self, plan: Plan) -> Sequence | None:
+        """Admit the first waiting sequence. None passes one that lacks room, lest it wait for ever.
+
+        Nobody enters a step for which another had to leave, or the two would chase each other.
+        """
+        if plan.preempted or not self._slots:
+            return None
+        for seq in self.waiting:
+            if self._ready(seq):
+                return seq if self._admit(seq, plan) else None
+            if seq.in_flight:
+                return None
+        return None
+
+    def _admit(self, seq: Sequence, plan: Plan) -> bool:
+        """Give the sequence a slot and all its pages; or change nothing and say no.
+
+        One page more for it and for each that is running must be left, so that it need not leave at once.
+        """
+        room = self.cache.available - len(self.running)
+        if not self._slots or (self._refused and self._refused[0] is seq and room <= self._refused[1]):
+            return False
+        lease = self.cache.match(seq.tokens, seq.salt, keys=seq.keys, skip=seq.skip_prefix)
+        wanted = self.cache.pages_for(min(seq.length + self.cache.page_size, seq.max_len)) - len(lease.pages)
+        if self.running and wanted > self.cache.available - len(self.running):
+            self.cache.release(lease)
+            self._refused = (seq, room)
+            return False
+        grown = self.cache.grow(lease, seq.length)
+        assert grown, "alone, every sequence fits"
+        self._refused = None
+        seq.lease, seq.computed, seq.slot = lease, lease.length, self._slots.pop()
+        if seq.num_cached is None:
+            seq.num_cached = lease.length
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=self._rank)
+        plan.admitted.append(seq)
+        return True
+
+    def _overtake(self, plan: Plan) -> None:
+        """Let waiting sequences take the place of running ones of strictly lower priority."""
+        while self.waiting and self.running and self._ready(head := self.waiting[0]):
+            below = [seq for seq in self.running if seq.priority > head.priority]
+            gain = sum(len(seq.lease.pages) for seq in below if seq.lease)
+            if not below or self.cache.available + gain < self.cache.pages_for(head.length):
+                return
+            while not self._admit(head, plan):
+                if not self.running or self.running[-1].priority <= head.priority:
+                    return
+                self._preempt(self.running[-1], plan)
+
+    def _preempt(self, seq: Sequence, plan: Plan) -> None:
+        """Take pages and slot away; the sequence waits, keeps its tokens and is computed again later."""
+        self._leave(seq)
+        seq.computed = 0
+        insort(self.waiting, seq, key=self._rank)
+        self.preemptions += 1
+        plan.preempted.append(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        assert seq.lease is not None and seq.slot is not None
+        self.cache.commit(seq.lease, seq.tokens, min(seq.computed, len(seq.tokens)))
+        self.cache.release(seq.lease)
+        self.running.remove(seq)
+        self._slots.append(seq.slot)
+        seq.lease, seq.slot = None, None
