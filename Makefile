@@ -46,6 +46,6 @@ $(VENV): .python-version | $(UV)
 	@touch $@
 
 .uv/bin/uv:
-	python3 -m pip install --quiet --disable-pip-version-check --target .uv 'uv>=0.8,<1'
+	python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target .uv 'uv>=0.8,<1'
 
 comma := ,

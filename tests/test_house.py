@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_kernels", "sharding", "kv", "jaxserve", "server")  # each may import those before it
 OTHERS = ("bench", "tests")  # may import anything; nothing imports them
-COMMAND_LINE = ("server/cli.py", "server/chat.py")  # what speaks to a terminal
+COMMAND_LINE = ("server/cli.py", "server/chat.py", "server/generate.py")  # what speaks to a terminal
 UNWELCOME = ("utils", "helpers", "common", "misc", "torch", "transformers")
 
 

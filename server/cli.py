@@ -1,0 +1,253 @@
+"""The `jaxserve` command: serve, chat, generate, convert, bench. Each imports what it needs only when run."""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxserve.config import EngineConfig
+from jaxserve.demo import resolve_demo
+from jaxserve.errors import ConfigError, JaxserveError
+from server.flags import Parser, add_flags, add_foreign_flags, config_from
+
+_MODEL_HELP = "a folder, a .gguf file, a hub name, or demo:smollm2 (the small model of the demo extra)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 2 for a user's mistake, or 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv[:1] == ["bench"]:
+            return _bench(argv[1:])
+        args = _parser().parse_args(argv)
+        return args.run(args) or 0
+    except JaxserveError as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 141
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="jaxserve",
+        description="Serve large language models with JAX.",
+        epilog="""examples:
+  jaxserve serve demo:smollm2                          a server on port 8000 with the model of the demo extra
+  jaxserve chat --url http://localhost:8000            talk to it
+  jaxserve generate demo:smollm2 "The sky is"          no server needed
+  jaxserve convert model.gguf converted/               a form that loads faster
+  jaxserve bench --base-url http://localhost:8000      measure it
+Each command has its own --help.""",
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_generate(commands)
+    _add_convert(commands)
+    commands.add_parser("bench", help="measure a running server or the engine in this process")
+    return parser
+
+
+def _command(commands, name: str, run: Callable, *, help: str, epilog: str) -> Parser:
+    usage = f"jaxserve {name} {'SRC DST' if name == 'convert' else '[MODEL] [flags]'}"
+    description = help[0].upper() + help[1:] + "."
+    parser = commands.add_parser(name, help=help, usage=usage, description=description, epilog=epilog)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_serve(commands) -> None:
+    from server.config import ServerConfig
+
+    parser = _command(
+        commands,
+        "serve",
+        _serve,
+        help="serve a model over HTTP (OpenAI's wire format)",
+        epilog="""examples:
+  jaxserve serve demo:smollm2
+  jaxserve serve /models/Llama-3.2-1B-Instruct --port 9000 --api-key secret --max-model-len 8k
+  jaxserve serve Qwen/Qwen3-0.6B --served-model-name qwen --max-num-seqs 64 --no-enable-prefix-caching""",
+    )
+    _add_model(parser)
+    add_flags(parser, ServerConfig, title="server")
+    _add_engine_flags(parser)
+
+
+def _add_chat(commands) -> None:
+    parser = _command(
+        commands,
+        "chat",
+        _chat,
+        help="talk to a running server, or to a model in this process",
+        epilog="""examples:
+  jaxserve chat --url http://localhost:8000
+  jaxserve chat demo:smollm2 --system "Answer in one sentence."
+  echo "What is the capital of France?" | jaxserve chat demo:smollm2 --temperature 0""",
+    )
+    _add_model(parser)
+    group = parser.add_argument_group("chat")
+    group.add_argument("--url", metavar="URL", help="a running server, e.g. http://localhost:8000")
+    group.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
+    group.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    _add_sampling_flags(group, max_tokens=1024)
+    _add_engine_flags(parser)
+
+
+def _add_generate(commands) -> None:
+    parser = _command(
+        commands,
+        "generate",
+        _generate,
+        help="complete prompts with a model in this process",
+        epilog="""examples:
+  jaxserve generate demo:smollm2 "The sky is" "Water boils at" --max-tokens 20 --temperature 0
+  jaxserve generate demo:smollm2 --chat "Who wrote Faust?"
+  jaxserve generate demo:smollm2 < prompts.txt          one prompt a line
+  jaxserve generate demo:smollm2 --input requests.jsonl --output answers.jsonl
+
+A line of --input is {"prompt": "..."} or {"messages": [...]}, with an "id" and sampling parameters of its own
+("temperature", "max_tokens", "stop", ...) where wanted.""",
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to go on from; else a line of stdin each"
+    )
+    group = parser.add_argument_group("generate")
+    group.add_argument(
+        "--chat", action="store_true", help="a prompt is a user's message, put in the chat template"
+    )
+    group.add_argument("--input", metavar="FILE", help="requests as JSON lines, - for stdin")
+    group.add_argument("--output", metavar="FILE", help="where results go as JSON lines, - for stdout")
+    _add_sampling_flags(group, max_tokens=128)
+    _add_engine_flags(parser)
+
+
+def _add_convert(commands) -> None:
+    parser = _command(
+        commands,
+        "convert",
+        _convert,
+        help="write a checkpoint in jaxserve's own form, which loads faster",
+        epilog="""examples:
+  jaxserve convert /models/Llama-3.2-1B-Instruct /models/llama-1b.jaxserve
+  jaxserve convert demo:smollm2 smollm2.jaxserve && jaxserve serve smollm2.jaxserve""",
+    )
+    parser.add_argument("src", metavar="SRC", help=_MODEL_HELP)
+    parser.add_argument("dst", metavar="DST", help="a new folder")
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help="the same, as a flag")
+
+
+def _add_engine_flags(parser: Parser) -> None:
+    add_flags(parser, EngineConfig, title="engine", skip=("model",))
+    add_foreign_flags(parser)
+
+
+def _add_sampling_flags(group, *, max_tokens: int) -> None:
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help="(default: %(default)s)"
+    )
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: 1)")
+    group.add_argument(
+        "--top-p", type=float, metavar="X", help="keep the likeliest tokens up to this probability"
+    )
+    group.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens")
+    group.add_argument(
+        "--min-p", type=float, metavar="X", help="drop tokens below this part of the likeliest one"
+    )
+    group.add_argument("--stop", nargs="+", metavar="TEXT", help="end before any of these")
+
+
+def sampling_from(args: argparse.Namespace) -> dict:
+    """The sampling parameters given as flags, under their names in `SamplingParams` and in an HTTP body."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The model as it was named, by position or by --model."""
+    named, flagged = args.model_argument, args.model
+    if named and flagged:
+        raise ConfigError(f"two models were named, {named!r} and --model {flagged!r}; leave one out")
+    return named or flagged or ""
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings from the flags."""
+    return config_from(args, EngineConfig, model=resolve_demo(model_name(args)))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from server.config import ServerConfig
+
+    names = args.served_model_name or (model_name(args),)
+    config, server = engine_config(args), config_from(args, ServerConfig, served_model_name=names)
+    from server.serve import run
+
+    run(config, server)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    if args.url and model_name(args):
+        raise ConfigError("both --url and a model were given; leave one out")
+    if not args.url and not model_name(args):
+        raise ConfigError("nobody to talk to: give --url of a running server, or a model")
+    from server import chat
+
+    peer = chat.Server(args.url, args.api_key) if args.url else chat.Engine(engine_config(args))
+    chat.run(peer, system=args.system, sampling=sampling_from(args))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    # MODEL is the first word that is no flag; with --model it was a prompt.
+    if args.model and args.model_argument:
+        args.prompts, args.model_argument = [args.model_argument, *args.prompts], None
+    config = engine_config(args)
+    from server.generate import run
+
+    run(config, args.prompts, args.input, args.output, sampling_from(args), chat=args.chat)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    source = resolve_demo(args.src)
+    from jaxserve.weights import convert
+
+    convert(source, args.dst)
+
+
+def _bench(argv: list[str]) -> int:
+    """Hand over to the benchmark, which is part of the source tree and not of the installed packages."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "__main__.py").is_file():
+        raise ConfigError(
+            f"jaxserve bench needs the source tree: {root} has no bench/; run it from a git checkout"
+        )
+    sys.path.insert(0, str(root))
+    sys.argv = ["jaxserve bench", *argv]
+    runpy.run_module("bench", run_name="__main__", alter_sys=True)
+    return 0
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs=0, help="print the version")
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import version
+
+        print(f"jaxserve {version('jaxserve')} (jax {version('jax')})")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Flags that people bring from vLLM and SGLang and that mean nothing here: each with the reason why."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForeignFlag:
+    """`harmless` is True when leaving the flag out changes no answer, or the values for which that holds."""
+
+    names: tuple[str, ...]
+    reason: str
+    takes_value: bool = True
+    harmless: bool | tuple[str, ...] = ()
+
+
+def _switch(*names: str, reason: str, harmless: bool = False) -> ForeignFlag:
+    return ForeignFlag(names, reason, takes_value=False, harmless=harmless or ())
+
+
+_ONE_DEVICE = "a model runs on one device"
+_NO_TOOLS = "the answer's text is handed on as it is; tool calls and reasoning are not parsed out of it"
+_NO_TRANSFER = "cached pages stay on the device that computed them"
+_NO_LORA = "adapters are not applied; merge them into the checkpoint"
+_NO_DRAFTS = "there is no speculative decoding"
+_FORMAT = "the checkpoint's own files say how it is stored"
+
+_SPECULATIVE = (
+    "--speculative-config",
+    "--speculative-algorithm",
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+)
+
+FOREIGN = (
+    ForeignFlag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE_DEVICE, harmless=("1",)),
+    ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _ONE_DEVICE, harmless=("1",)),
+    ForeignFlag(("--data-parallel-size", "-dp", "--dp-size"), _ONE_DEVICE, harmless=("1",)),
+    ForeignFlag(("--decode-context-parallel-size", "-dcp"), _ONE_DEVICE, harmless=("1",)),
+    ForeignFlag(("--ep-size",), _ONE_DEVICE, harmless=("1",)),
+    ForeignFlag(("--all2all-backend",), _ONE_DEVICE),
+    ForeignFlag(("--eplb-config",), _ONE_DEVICE),
+    ForeignFlag(("--distributed-executor-backend",), _ONE_DEVICE),
+    _switch("--enable-expert-parallel", "--enable-eplb", "--enable-dbo", reason=_ONE_DEVICE),
+    ForeignFlag(("--tool-call-parser", "--reasoning-parser", "--reasoning-config"), _NO_TOOLS),
+    _switch("--enable-auto-tool-choice", reason=_NO_TOOLS),
+    ForeignFlag(("--kv-transfer-config", "--kv-events-config", "--disaggregation-mode"), _NO_TRANSFER),
+    ForeignFlag(("--cpu-offload-gb",), _NO_TRANSFER, harmless=("0",)),
+    _switch("--enable-hierarchical-cache", reason=_NO_TRANSFER),
+    _switch("--enable-lora", reason=_NO_LORA),
+    ForeignFlag(("--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank"), _NO_LORA),
+    ForeignFlag(_SPECULATIVE, _NO_DRAFTS),
+    ForeignFlag(("--load-format",), _FORMAT, harmless=("auto",)),
+    ForeignFlag(("--quantization", "-q"), _FORMAT),
+    ForeignFlag(
+        ("--device",), "JAX picks the device; JAX_PLATFORMS=cpu, tpu or cuda in the environment overrides it"
+    ),
+    ForeignFlag(
+        ("--swap-space",),
+        "a preempted request is computed again, never swapped out (gone from vLLM too)",
+        harmless=True,
+    ),
+    ForeignFlag(("--attention-backend",), "the kernel is chosen by device and shape"),
+    ForeignFlag(
+        ("--prefix-caching-hash-algo",), "pages are keyed by a cryptographic hash, always", harmless=True
+    ),
+    _switch(
+        "--trust-remote-code",
+        reason="no code of a checkpoint is ever run; architectures are built in",
+        harmless=True,
+    ),
+    _switch(
+        "--enforce-eager",
+        reason="every step is compiled, once for each shape bucket, at the start",
+        harmless=True,
+    ),
+    _switch("--enable-chunked-prefill", reason="prompts always go in chunks", harmless=True),
+    _switch(
+        "--no-enable-chunked-prefill",
+        reason="prompts always go in chunks; a larger --max-num-batched-tokens makes longer ones",
+    ),
+    _switch(
+        "--disable-log-requests", "--no-enable-log-requests", reason="requests are not logged", harmless=True
+    ),
+    _switch("--enable-prompt-tokens-details", reason="usage always has cached_tokens", harmless=True),
+)
