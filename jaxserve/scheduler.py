@@ -1,7 +1,7 @@
 """The scheduler: which sequences compute how many of their tokens in the next step.
 
-No arrays, clock or devices. `schedule` may be called while the step before is unread: the device runs steps in
-order, so what a launched step writes counts as computed, and what is given back may be given out again.
+No arrays, clock or devices. `schedule` may be called while the step before is unread: the device runs steps
+in order, so what a launched step writes counts as computed, and what is given back may be given out again.
 """
 
 from bisect import insort
@@ -34,15 +34,15 @@ class Plan:
 class Scheduler:
     """Decoding sequences first, each step; what is left of the token budget goes to prompts.
 
-    A prompt is admitted with the pages of all its tokens at once, so only decoding can run out of pages. Then the
-    last in rank gives its own back and waits, to be computed again (from the prefix cache, as far as it is still
-    there). The first in rank never gives way, so it always finishes. Rank is arrival, or with the policy
+    A prompt is admitted with the pages of all its tokens at once, so only decoding can run out of pages. Then
+    the last in rank gives its own back and waits, to be computed again (except what the prefix cache still has
+    of it). The first in rank never gives way, so it always finishes. Rank is arrival, or with the policy
     "priority" the priority and then arrival.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs"):
         assert policy in ("fcfs", "priority"), policy
-        assert 1 <= max_num_seqs <= max_num_batched_tokens, "every running sequence must get a token in each step"
+        assert 1 <= max_num_seqs <= max_num_batched_tokens, "not every running sequence could get a token"
         self.cache, self.policy = cache, policy
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []  # both lists are kept in rank order
@@ -53,21 +53,21 @@ class Scheduler:
         self._refused: tuple[Sequence, int] | None = None  # who found no room last, and how much there was
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. One that can never fit must have been refused before (`KVCache.fits`)."""
-        assert self.cache.fits(seq.max_len - 1), f"max_len={seq.max_len} is beyond {self.cache.capacity_tokens}"
+        """Queue a new sequence; one that can never fit must have been refused before (`KVCache.fits`)."""
+        assert self.cache.fits(seq.max_len - 1), f"max_len={seq.max_len} > {self.cache.capacity_tokens}"
         seq.arrival = self._arrivals
         self._arrivals += 1
         insort(self.waiting, seq, key=self._rank)
 
     def received(self, seq: Sequence, token: int) -> bool:
-        """A sample was read: append it. False, and nothing appended, if the sequence has ended in the meantime."""
+        """A sample was read: append it. False, and nothing appended, if the sequence has ended meanwhile."""
         seq.in_flight -= 1
         if not seq.done:
             seq.tokens.append(token)
         return not seq.done
 
     def finish(self, seq: Sequence) -> None:
-        """The sequence has ended, in whatever state it is; its pages and slot come back. Twice does no harm."""
+        """The sequence has ended, in whatever state it is: pages and slot come back. Twice does no harm."""
         if seq.done:
             return
         seq.done = True
@@ -79,7 +79,7 @@ class Scheduler:
     abort = finish
 
     def schedule(self) -> Plan:
-        """Decide on a step and count its tokens as computed. Empty when all depends on samples not yet read."""
+        """Decide on a step and count its tokens as computed; empty when all depends on unread samples."""
         plan = Plan()
         if self.policy == "priority":
             self._overtake(plan)
@@ -91,9 +91,9 @@ class Scheduler:
         return (seq.priority if self.policy == "priority" else 0, seq.arrival)
 
     def _decode(self, plan: Plan) -> list[Sequence]:
-        """Give a token to every running sequence that owes just one, in rank order; return those that owe more."""
+        """Give a token to all running sequences that owe just one, in rank order; return those owing more."""
         prefilling = []
-        commit, take = self.cache.commit, self._take
+        commit, grow, take = self.cache.commit, self.cache.grow, self._take
         for seq in self.running.copy():
             if seq.slot is None:  # gave its pages back for one before it
                 continue
@@ -102,12 +102,12 @@ class Scheduler:
             owed = seq.owed
             if owed > 1:
                 prefilling.append(seq)
-            elif owed and self._grow(seq, plan):
+            elif owed and (grow(seq.lease, seq.computed + 1) or self._push_out(seq, plan)):
                 take(seq, 1, plan)
         return [seq for seq in prefilling if seq.slot is not None]
 
-    def _grow(self, seq: Sequence, plan: Plan) -> bool:
-        """A place for the sequence's next token, at the cost of the last in rank; False if that was itself."""
+    def _push_out(self, seq: Sequence, plan: Plan) -> bool:
+        """Make a page free for `seq` at the cost of the last in rank; False if that is `seq` itself."""
         assert seq.lease is not None
         while not self.cache.grow(seq.lease, seq.computed + 1):
             last = self.running[-1]
@@ -117,7 +117,7 @@ class Scheduler:
         return True
 
     def _prefill(self, prefilling: list[Sequence], budget: int, plan: Plan) -> None:
-        """Spend `budget` on prompts in rank order; one that needs more steps leaves half of it to shorter ones."""
+        """Spend `budget` on prompts in rank order; one that it cannot finish leaves half to shorter ones."""
         if not prefilling and budget and (admitted := self._admit_next(plan)):
             prefilling = [admitted]
         if prefilling and prefilling[0].owed > budget:
@@ -160,7 +160,7 @@ class Scheduler:
         return count
 
     def _ready(self, seq: Sequence) -> bool:
-        """Whether nothing but room is missing: all samples read, and the prompt cached that it is to share."""
+        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share."""
         leader = seq.leader
         return not seq.in_flight and (leader is None or leader.done or leader.computed >= leader.prompt_len)
 

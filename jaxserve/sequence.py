@@ -9,8 +9,8 @@ from kv import Lease
 class Sequence:
     """One choice of one request.
 
-    A sequence owes the tokens that it has but are not computed yet: a new prompt owes all of itself, a decoding
-    sequence the one token that it sampled last.
+    A sequence owes the tokens that it has but are not computed yet: a new prompt owes all of itself, a
+    decoding sequence the one token that it sampled last.
     """
 
     request_id: str
@@ -23,7 +23,7 @@ class Sequence:
     leader: "Sequence | None" = None  # waits until this one's prompt is cached, to share it
     prompt_len: int = -1  # by default all of `tokens`
     arrival: int = -1  # order of arrival, given by the scheduler
-    computed: int = 0  # tokens whose keys and values are in the cache, or will be when the launched steps have run
+    computed: int = 0  # tokens whose keys and values are in the cache once the launched steps have run
     in_flight: int = 0  # samples of launched steps, not read yet
     slot: int | None = None  # row of the per-sequence state on the device, while running
     lease: Lease | None = None  # while running

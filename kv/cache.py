@@ -23,8 +23,8 @@ class Lease:
 class KVCache:
     """Pages given to sequences, and kept for later ones that begin alike.
 
-    At any time `free + used + cached == num_pages - 1`: `used` pages are held by leases, `cached` ones by nobody,
-    but they can still be matched until they are evicted.
+    At any time `free + used + cached == num_pages - 1`: `used` pages are held by leases, `cached` ones by
+    nobody, but they can still be matched until they are evicted.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
@@ -79,8 +79,7 @@ class KVCache:
         """Hold the longest cached prefix of `tokens`, in whole pages; at least one token is left to compute.
 
         Args:
-            keys: the page names of this sequence from an earlier lease, to save hashing again; they are lengthened
-                in place.
+            keys: the page names of this sequence so far, to save hashing again; lengthened in place.
             skip: find nothing, for who needs every token computed; the pages are still committed later.
         """
         lease = Lease(salt, keys=[] if keys is None else keys, epoch=self._epoch)
@@ -101,7 +100,7 @@ class KVCache:
         return lease
 
     def grow(self, lease: Lease, length: int) -> bool:
-        """Own pages for `length` tokens, evicting idle cached ones if it must; or change nothing and say no."""
+        """Own pages for `length` tokens, evicting idle ones if need be; or change nothing and say no."""
         missing = -(-length // self.page_size) - len(lease.pages)
         if missing <= 0:
             return True
@@ -119,7 +118,7 @@ class KVCache:
         return True
 
     def commit(self, lease: Lease, tokens: list[int], length: int | None = None) -> None:
-        """The first `length` tokens (all, if not given) are computed: their full pages can be matched from now on.
+        """The first `length` tokens (all by default) are computed: their full pages can be matched now.
 
         A page whose equal is cached already stays private to the lease.
         """
@@ -132,13 +131,13 @@ class KVCache:
         lease.committed = full
 
     def release(self, lease: Lease) -> None:
-        """Give all pages back; committed ones stay matchable until they are evicted. A second call does nothing."""
+        """Give all pages back; committed ones stay matchable until evicted. A second call does nothing."""
         committed = lease.committed if lease.epoch == self._epoch else 0
         for i in range(len(lease.pages) - 1, -1, -1):
             page = lease.pages[i]
             if i < committed:
-                # The equal page that made ours private may have been evicted since: ours takes its place. If it is
-                # idle, it must outlive the pages that follow ours in the tree.
+                # The equal page that made ours private may have been evicted since: ours takes its place.
+                # If it is idle, it must outlive the pages that follow ours in the tree.
                 self._index.touch(self._index.insert(lease.keys[i], page))
             self._pool.holders[page] -= 1
             if self._pool.holders[page]:
@@ -150,7 +149,7 @@ class KVCache:
         lease.pages, lease.committed, lease.length = [], 0, 0
 
     def reset(self) -> None:
-        """Forget every cached page, as after a change of weights; pages held by leases will not be cached either."""
+        """Forget every cached page, as after a change of weights; what leases hold now will not be cached."""
         for page in self._index.idle:
             self._pool.give_back(page)
         self._index = PrefixIndex()

@@ -12,7 +12,7 @@ DIGEST_SIZE = 32  # bytes
 
 def root_key(salt: str) -> bytes:
     """What stands before the first page; prefixes are shared only under the same `salt`."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE, person=b"jaxserve prefix").digest()
+    return blake2b(b"root" + salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 
 
 def extend_keys(keys: list[bytes], tokens: list[int], pages: int, page_size: int, salt: str) -> None:

@@ -1,7 +1,7 @@
 """The index of cached pages: a tree of prefixes by name, and the order in which idle pages are evicted.
 
 A name contains its parent's, so the tree needs no pointers. A sequence gives its pages back last page first,
-which puts every idle page in front of its parent in the order of eviction: leaves go before what they hang on.
+so in the order of eviction every idle page comes before its parent: leaves go before what they hang on.
 """
 
 from collections import OrderedDict
