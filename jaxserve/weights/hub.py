@@ -1,0 +1,36 @@
+"""Hugging Face hub names: the local folder a model's files are in, downloaded if need be."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from jaxserve.errors import CheckpointError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+UNNEEDED = ["*/*", "consolidated*"]  # other layouts of the same weights
+
+
+def resolve(path: str, revision: str | None = None) -> str:
+    """`path` itself if it is there, else the snapshot folder of the hub name it must then be."""
+    local = Path(path).expanduser()
+    if local.exists():
+        if revision is not None:
+            raise CheckpointError(f"revision={revision!r} is for hub names, but the model is local", file=path)
+        return str(local)
+    if not NAME.fullmatch(path) or path.endswith((".gguf", ".safetensors")):
+        raise CheckpointError("no such file or folder; is the path right?", file=path)
+    try:
+        return huggingface_hub.snapshot_download(
+            path, revision=revision, allow_patterns=NEEDED, ignore_patterns=UNNEEDED
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as why:
+        at = f" at revision {revision}" if revision else ""
+        raise CheckpointError(
+            f"{path!r} is neither a local folder nor could it be fetched from the Hugging Face hub{at}; check the name, "
+            "log in if the model is gated, or without a network download it elsewhere "
+            f"(`hf download {path}`) and give the folder",
+            found=f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else ''}",
+        ) from why

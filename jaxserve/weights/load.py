@@ -1,0 +1,167 @@
+"""Fill a model's tree of `Param` from a checkpoint: each tensor read once, in file order, straight into its place."""
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.weights.arrays import aligned_empty, convert_into, is_aligned, is_float
+from jaxserve.weights.checkpoint import Checkpoint, missing_tensor
+from jaxserve.weights.progress import Progress
+from sharding.params import Param
+
+log = logging.getLogger(__name__)
+UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # buffers that old checkpoints kept
+
+
+@dataclass
+class _Leaf:
+    """A leaf on its way: `stack` is filled row by row when several tensors make one array."""
+
+    param: Param
+    sources: tuple[str, ...]
+    stack: np.ndarray | None = None
+    missing: set[int] = field(default_factory=set)
+
+
+def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = True) -> Any:
+    """The tree `params` with a `jax.Array` of `dtype` (None where an optional tensor is absent) for each `Param`.
+
+    Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are rounded to
+    nearest; CheckpointError if a tensor is missing, has another shape, or has values that `dtype` cannot hold.
+    """
+    refuse_quantized(checkpoint)
+    dtype = np.dtype(dtype)
+    leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Param))
+    done: list[jax.Array | None] = [None] * len(leaves)
+    parts, uses = _plan(leaves, checkpoint)
+    total = sum(checkpoint.nbytes(name) for name in uses)
+    began = time.perf_counter()
+    with Progress(total, visible=progress) as bar:
+        for name in checkpoint.names():
+            if name not in uses:
+                continue
+            tensor, kept = checkpoint.read(name), False
+            for number, row in uses[name]:
+                array = _place(parts[number], row, tensor, dtype, checkpoint, name)
+                if array is not None:
+                    kept |= np.shares_memory(array, tensor)
+                    done[number] = _to_device(array)
+                    parts[number].stack = None
+            if not kept:
+                checkpoint.release(name)
+            bar.advance(checkpoint.nbytes(name))
+    seconds = time.perf_counter() - began
+    log.info(
+        "loaded %d tensors, %.1f MB, in %.1f s (%.0f MB/s) from %s",
+        len(uses), total / 1e6, seconds, total / 1e6 / max(seconds, 1e-9), checkpoint.path,
+    )  # fmt: skip
+    _warn_of_unused(checkpoint, uses)
+    return jax.tree.unflatten(tree, done)
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Weights stored as integers or 8-bit floats with scales beside them would load as wrong numbers."""
+    for key in ("quantization_config", "compression_config"):
+        stored = checkpoint.config.get(key)
+        if stored:
+            method = stored.get("quant_method", stored.get("format", "unknown")) if isinstance(stored, dict) else stored
+            raise CheckpointError(
+                "the checkpoint's weights are quantised in a way that is not supported; use the unquantised model or a GGUF",
+                file=checkpoint.path, found=f"{key} with method {method}",
+            )  # fmt: skip
+
+
+def _plan(leaves: list[Param], checkpoint: Checkpoint) -> tuple[list[_Leaf], dict[str, list[tuple[int, int]]]]:
+    """(leaves, where each tensor goes as (leaf number, row of its stack)), every shape checked."""
+    parts: list[_Leaf] = []
+    uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    names = set(checkpoint.names())
+    for number, param in enumerate(leaves):
+        sources = (param.source,) if isinstance(param.source, str) else param.source
+        parts.append(_Leaf(param, sources, missing=set(range(len(sources)))))
+        absent = [name for name in sources if name not in names]
+        if absent and param.optional and len(absent) == len(sources):
+            continue
+        if absent:
+            raise missing_tensor(absent[0], names, checkpoint.path)
+        for row, name in enumerate(sources):
+            _check(param, name, checkpoint)
+            uses[name].append((number, row))
+    return parts, uses
+
+
+def _check(param: Param, name: str, checkpoint: Checkpoint) -> None:
+    stacked = not isinstance(param.source, str)
+    expected = param.shape[1:] if stacked else param.shape
+    if stacked and param.shape[0] != len(param.source):
+        raise CheckpointError(
+            "a stack of another length", tensor=name, expected=f"{param.shape[0]} tensors",
+            found=f"{len(param.source)}",
+        )  # fmt: skip
+    if not _only_regroups(checkpoint.shape(name), expected):
+        raise CheckpointError(
+            "a tensor has the wrong shape; do config.json and weights belong together?",
+            tensor=name, file=checkpoint.file(name), expected=str(list(expected)),
+            found=str(list(checkpoint.shape(name))),
+        )  # fmt: skip
+    if not is_float(checkpoint.dtype(name)):
+        raise CheckpointError(
+            "a weight is stored as integers: quantised in a way that is not supported",
+            tensor=name, file=checkpoint.file(name), expected="a floating-point dtype",
+            found=str(checkpoint.dtype(name)),
+        )  # fmt: skip
+
+
+def _only_regroups(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether reshaping merely splits or merges neighbouring axes: [6, 4] to (4, 6) would scramble values."""
+
+    def borders(shape: tuple[int, ...]) -> set[int]:
+        return {int(n) for n in np.cumprod(shape, dtype=object)} if shape else {1}
+
+    a, b = borders(stored) | {1}, borders(wanted) | {1}
+    return max(a) == max(b) and (a <= b or b <= a)
+
+
+def _place(
+    leaf: _Leaf, row: int, tensor: np.ndarray, dtype: np.dtype, checkpoint: Checkpoint, name: str
+) -> np.ndarray | None:
+    """Put `tensor` where it belongs; the whole array once nothing is missing from it."""
+    if isinstance(leaf.param.source, str):
+        if tensor.dtype == dtype and is_aligned(tensor):
+            return tensor.reshape(leaf.param.shape)
+        out = whole = aligned_empty(leaf.param.shape, dtype)
+    else:
+        whole = leaf.stack if leaf.stack is not None else aligned_empty(leaf.param.shape, dtype)
+        leaf.stack, out = whole, whole[row]
+    if not convert_into(out, tensor):
+        raise CheckpointError(
+            f"values overflow {dtype}; load with a dtype of more range (bfloat16 or float32)",
+            tensor=name, file=checkpoint.file(name), expected=f"magnitudes within {dtype}", found=str(tensor.dtype),
+        )  # fmt: skip
+    leaf.missing.discard(row)
+    return None if leaf.missing else whole
+
+
+def _to_device(array: np.ndarray) -> jax.Array:
+    """On CPU the aligned array itself, elsewhere a copy that has arrived, so that the host's can go."""
+    return jax.block_until_ready(jax.device_put(array, may_alias=True))
+
+
+def _warn_of_unused(checkpoint: Checkpoint, uses: dict[str, Any]) -> None:
+    tied = checkpoint.config.get("tie_word_embeddings", False)
+    unused = [
+        name
+        for name in checkpoint.names()
+        if name not in uses and not name.endswith(UNUSED_SUFFIXES) and not (tied and name == "lm_head.weight")
+    ]
+    if unused:
+        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        log.warning(
+            "%d tensors of %s are not used by this architecture: %s", len(unused), checkpoint.path, shown
+        )
