@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from jaxserve.errors import ConfigError
 
 
-def setting(default, help: str, **flag):
-    """A dataclass field with the words that `--help` shows; `flag` may hold `choices`, `metavar` or `aliases`."""
+def setting(default: Any, help: str, **flag: Any) -> Any:
+    """A dataclass field with the words that `--help` shows; `flag` holds `choices`, `metavar` or `aliases`."""
     return field(default=default, metadata={"help": help, **flag})
 
 
@@ -22,20 +23,24 @@ class EngineConfig:
     revision: str | None = setting(None, "branch, tag or commit of a hub name")
     dtype: str = setting(
         "auto",
-        "data type of weights and activations; auto is the checkpoint's own on an accelerator and float32 on CPU",
+        "data type of weights and activations; auto: the checkpoint's own on an accelerator, float32 on CPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: str = setting(
         "auto", "data type of cached keys and values", choices=("auto", "float32", "bfloat16", "float16")
     )
     max_model_len: int | None = setting(
-        None, "longest prompt plus output, in tokens; by default what the model allows", aliases=("--context-length",)
+        None,
+        "longest prompt plus output, in tokens; by default what the model allows",
+        aliases=("--context-length",),
     )
     max_num_seqs: int = setting(
         32, "most sequences computed in one step", aliases=("--max-running-requests",)
     )
     max_num_batched_tokens: int = setting(
-        512, "most new tokens computed in one step (longer prompts go in chunks)", aliases=("--chunked-prefill-size",)
+        512,
+        "most new tokens computed in one step (longer prompts go in chunks)",
+        aliases=("--chunked-prefill-size",),
     )
     gpu_memory_utilization: float = setting(
         0.5,
@@ -66,11 +71,19 @@ class EngineConfig:
         for f in fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
-                raise ConfigError(f"{f.name}={getattr(self, f.name)!r} is unknown; use one of {', '.join(choices)}")
+                found = getattr(self, f.name)
+                raise ConfigError(f"{f.name}={found!r} is unknown; use one of {', '.join(choices)}")
         if not self.model:
             raise ConfigError("no model was named; give a folder, a .gguf file or a hub name")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-                     "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_queued_tokens"):  # fmt: skip
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+            "max_num_queued_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
@@ -79,9 +92,12 @@ class EngineConfig:
         if not 0 <= self.max_logprobs <= 20:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and 20")
         if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
-                "so not every running sequence could get its next token in a step; raise it or lower max_num_seqs"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}, so not every running sequence could get its next token in a step; "
+                "raise it or lower max_num_seqs"
             )
