@@ -35,8 +35,8 @@ class Scheduler:
     """Decoding sequences first, each step; what is left of the token budget goes to prompts.
 
     A prompt is admitted with the pages of all its tokens at once, so only decoding can run out of pages. Then
-    the last in rank gives its own back and waits, to be computed again (except what the prefix cache still has
-    of it). The first in rank never gives way, so it always finishes. Rank is arrival, or with the policy
+    the last in rank gives its own back and waits, to be computed again (except what the prefix cache still
+    has of it). The first in rank never gives way, so it always finishes. Rank is arrival, or with the policy
     "priority" the priority and then arrival.
     """
 

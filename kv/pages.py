@@ -6,7 +6,7 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         if num_pages < 2:
-            raise ValueError(f"num_pages={num_pages} leaves none to use: page 0 is for padding; give at least 2")
+            raise ValueError(f"num_pages={num_pages} leaves none to use (page 0 is padding); give at least 2")
         self._free = list(range(num_pages - 1, 0, -1))
         self.holders = [0] * num_pages
 
