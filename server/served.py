@@ -1,0 +1,73 @@
+"""What the server serves: the engine under its names, and the checks that every route makes first."""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+
+from jaxserve.errors import OverloadedError, RequestError
+from server.config import ServerConfig
+
+VERSION = version("jaxserve")
+STARTING_RETRY = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine (an AsyncLLM, or anything with its `submit`, `health`, `tokenizer` and `config`) and its settings."""
+
+    engine: Any
+    config: ServerConfig
+    chat_template: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names it answers to; the first is the one it gives itself."""
+        return self.config.served_model_name or (self.engine.config.model,)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.config.max_model_len
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the release, the model or the numerics do."""
+        config = self.engine.config
+        parts = (config.model, config.revision, config.dtype, config.kv_cache_dtype)
+        return f"jaxserve-{VERSION}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
+
+    def named(self, model: str | None) -> str:
+        """The name to answer with; a RequestError if it is not one of ours."""
+        if model is None:
+            return self.names[0]
+        if model not in self.names:
+            raise RequestError(
+                f"the model {model[:256]!r} does not exist here; there is {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def check_ready(self) -> None:
+        """Refuse while the engine cannot take requests."""
+        health = self.engine.health()
+        if health.state == "starting":
+            raise OverloadedError(
+                "the server is still starting; try again soon", retry_after=STARTING_RETRY, draining=True
+            )
+        if health.state != "ready":
+            raise OverloadedError(
+                f"the server takes no requests now: it is {health.state}",
+                retry_after=STARTING_RETRY,
+                draining=True,
+            )
+
+
+def served(request: Request) -> Served:
+    """What this request's app serves (a FastAPI dependency)."""
+    return request.app.state.served
