@@ -1,0 +1,21 @@
+"""The definition of page_write."""
+
+from jax import Array
+from jaxtyping import Float, Int
+
+
+def page_write(
+    pages: Float[Array, "pages K page W"], rows: Float[Array, "T K W"], places: Int[Array, "T"]
+) -> Float[Array, "pages K page W"]:
+    """`pages` with row t at `places[t]` = page * page_size + offset within the page.
+
+    W is what a head keeps of a token: its key and value side by side. Donate `pages`, and
+    nothing is copied. Places may repeat only where the content does not matter (padding goes to page 0).
+    """
+    size = pages.shape[2]
+    return pages.at[places // size, :, places % size].set(rows.astype(pages.dtype), mode="promise_in_bounds")
+
+
+def cost(pages: Array, rows: Array, places: Array) -> tuple[int, int]:
+    """(floating-point operations, bytes to and from HBM) of one call."""
+    return 0, rows.nbytes + rows.size * pages.dtype.itemsize + places.nbytes

@@ -1,0 +1,171 @@
+"""The definition of paged_attention, fast enough in XLA to serve a small model on a CPU."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+KEYS_AT_ONCE = 512  # keys of one block: a cache of no more needs no loop, which XLA runs on one core
+ROWS_AT_ONCE = 128  # query rows of one block when several sequences bring many
+MASKED = -1e30
+
+
+class Form(NamedTuple):
+    """What is the same for every block of one call."""
+
+    pages: Array  # [pages, K, page, 2H]
+    scale: float
+    window: Array | None  # []: keys a query sees, itself included
+    soft_cap: float | None
+
+
+class Partial(NamedTuple):
+    """Attention over the keys so far: divide `sums` by `weight` to get the output."""
+
+    top: Array  # [B, K, R]: largest score
+    weight: Array  # [B, K, R]: sum of exp(score - top)
+    sums: Array  # [B, K, R, H]: sum of exp(score - top) * value
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    pages: Float[Array, "pages K page 2*H"],
+    page_table: Int[Array, "B P"],
+    q_starts: Int[Array, "B+1"],
+    kv_lens: Int[Array, "B"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "T N H"]:
+    """Causal attention of every sequence's newest tokens over all its keys and values.
+
+    Rows q_starts[b]:q_starts[b+1] of `q` are the last tokens of sequence b, whose `kv_lens[b]` keys
+    and values (these tokens' own included) lie in the pages that row b of `page_table` names, side by side on the
+    last axis. Query head n uses kv head n // (N / K). `T == B` promises at most one row a sequence, sequence b's at row b.
+
+    A query at position p sees positions p - window < s <= p (`window` None or <= 0: all up to p). `soft_cap` bends the
+    scores to cap * tanh(score / cap) (Gemma 2). `sinks` adds one more score a head to the softmax, without
+    a value (gpt-oss). Scores and sums are float32; rows of no sequence come back as anything finite.
+    """
+    (t, n, h), (b, k) = q.shape, (kv_lens.shape[0], pages.shape[1])
+    full = None if window is None else jnp.where(jnp.asarray(window) > 0, window, np.int32(2**30))
+    form = Form(pages, scale, full, soft_cap)
+    sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(k, n // k)
+    q_TKGH = q.reshape(t, k, n // k, h)
+    new = q_starts[1:] - q_starts[:-1]
+    if t == b:
+        out = _attend(form, q_TKGH[:, None], kv_lens - 1, page_table, kv_lens, sinks_KG)[:, 0]
+    elif b == 1:
+        out = _attend(form, q_TKGH[None], kv_lens - new, page_table, kv_lens, sinks_KG)[0]
+    else:
+        out = _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks_KG)
+    return out.reshape(t, n, h).astype(q.dtype)
+
+
+def _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks):
+    """Sequences of many rows block by block, one after the other; those of one row all together."""
+    t, b = q_TKGH.shape[0], kv_lens.shape[0]
+    rows = min(t, ROWS_AT_ONCE)
+    padded = jnp.pad(q_TKGH, ((0, rows), (0, 0), (0, 0), (0, 0)))
+
+    def block(s, i, out):
+        first = q_starts[s] + i * rows
+        length = jnp.minimum(kv_lens[s], kv_lens[s] - new[s] + (i + 1) * rows)
+        got = _attend(
+            form,
+            lax.dynamic_slice_in_dim(padded, first, rows)[None],
+            (kv_lens[s] - new[s] + i * rows)[None],
+            lax.dynamic_slice_in_dim(page_table, s, 1),
+            length[None],
+            sinks,
+        )
+        # Rows past the sequence's end spill into the next one, which comes later and writes its own.
+        return lax.dynamic_update_slice_in_dim(out, got[0], first, 0)
+
+    def sequence(s, out):
+        blocks = jnp.where(new[s] > 1, (new[s] + rows - 1) // rows, 0)
+        return lax.fori_loop(0, blocks, partial(block, s), out)
+
+    out = lax.fori_loop(0, b, sequence, jnp.zeros(padded.shape, jnp.float32))
+    single = new == 1
+    at = jnp.where(single, q_starts[:-1], t)
+    lens = jnp.where(single, kv_lens, 0)
+    ones = _attend(form, padded[at][:, None], lens - 1, page_table, lens, sinks)[:, 0]
+    return out.at[at].set(ones)[:t]
+
+
+def _attend(form, q_BRKGH, first, page_table, kv_lens, sinks):
+    """R consecutive rows of each sequence from position `first[b]` on -> [B, R, K, G, H] float32."""
+    b, r, k, g, h = q_BRKGH.shape
+    page = form.pages.shape[2]
+    pages_at_once = min(page_table.shape[1], max(1, KEYS_AT_ONCE // page))
+    q_BKRH = (q_BRKGH.transpose(0, 2, 3, 1, 4)).reshape(b, k, g * r, h)
+    positions = jnp.tile(first[:, None] + jnp.arange(r, dtype=jnp.int32)[None], (1, g))
+    step = partial(_block, form, q_BKRH, positions, kv_lens, page_table, pages_at_once)
+    state = Partial(
+        jnp.full((b, k, g * r), MASKED, jnp.float32),
+        jnp.zeros((b, k, g * r), jnp.float32),
+        jnp.zeros((b, k, g * r, h), jnp.float32),
+    )
+    if pages_at_once == page_table.shape[1]:
+        state = step(0, state)
+    else:
+        keys = pages_at_once * page
+        start = 0 if form.window is None else jnp.maximum(jnp.min(first) - form.window + 1, 0) // keys
+        state = lax.fori_loop(start, (jnp.max(kv_lens) + keys - 1) // keys, step, state)
+    top, weight, sums = state
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[None, :, :, None], (b, k, g, r)).reshape(b, k, g * r)
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp(top - new_top)
+        weight, sums = weight * shrink + jnp.exp(sink - new_top), sums * shrink[..., None]
+    out = sums / jnp.maximum(weight, 1e-30)[..., None]
+    return out.reshape(b, k, g, r, h).transpose(0, 3, 1, 2, 4)
+
+
+def _block(form, q_BKRH, positions, kv_lens, page_table, pages_at_once, i, state):
+    """`state` after one more block of keys: pages i * pages_at_once onwards of every sequence."""
+    (b, k, _, h), page = q_BKRH.shape, form.pages.shape[2]
+    count = page_table.shape[1]
+    # The last block may reach past the table: it starts earlier then, and what was seen before is masked.
+    begin = jnp.minimum(i * pages_at_once, count - pages_at_once)
+    keys = pages_at_once * page
+    ids = lax.dynamic_slice_in_dim(page_table, begin, pages_at_once, axis=1)
+    rows = ids[:, None, :] * k + jnp.arange(k, dtype=jnp.int32)[None, :, None]
+    flat = form.pages.reshape(-1, page, 2 * h)
+    # Two gathers: cutting one in halves afterwards is a copy more.
+    k_BKSH = flat[rows, :, :h].reshape(b, k, keys, h)
+    v_BKSH = flat[rows, :, h:].reshape(b, k, keys, h)
+    at = begin * page + jnp.arange(keys, dtype=jnp.int32)
+    written = (at[None] < kv_lens[:, None]) & (at >= i * keys)[None, :]
+    # A page may still hold what another request left there, NaN included: 0 * NaN must not reach the sum.
+    v_BKSH = jnp.where(written[:, None, :, None], v_BKSH, jnp.zeros((), v_BKSH.dtype))
+    scores = jnp.einsum("bkrh,bksh->bkrs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32) * form.scale
+    if form.soft_cap is not None:
+        scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
+    seen = written[:, None, :] & (at[None, None] <= positions[:, :, None])
+    if form.window is not None:
+        seen &= at[None, None] > positions[:, :, None] - form.window
+    scores = jnp.where(seen[:, None], scores, MASKED)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
+    shrink = jnp.exp(state.top - top)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0.0)
+    sums = jnp.einsum(
+        "bkrs,bksh->bkrh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+    )
+    return Partial(top, state.weight * shrink + jnp.sum(weights, -1), state.sums * shrink[..., None] + sums)
+
+
+def cost(q: Array, pages: Array, page_table: Array, q_starts: Array, kv_lens: Array) -> tuple[int, int]:
+    """(floating-point operations, bytes to and from HBM) of one call with these lengths, no window."""
+    (_, n, h), (_, k, _, w) = q.shape, pages.shape
+    new, lens = np.diff(np.asarray(q_starts)), np.asarray(kv_lens)
+    pairs = int(np.sum(new * lens - new * (new - 1) // 2))
+    cache = int(np.sum(np.where(new > 0, lens, 0))) * k * w * pages.dtype.itemsize
+    return 4 * pairs * n * h, cache + 2 * int(np.sum(new)) * n * h * q.dtype.itemsize
