@@ -4,12 +4,9 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
 
 import jax
 
-P = ParamSpec("P")
-R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
@@ -18,14 +15,14 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class Kernel(Generic[P, R]):
+class Kernel[**P, R]:
     """One implementation for one platform, with the signature of the op's reference."""
 
     platform: str  # "tpu" or "gpu"
     fn: Callable[P, R]
 
 
-class Op(Generic[P, R]):
+class Op[**P, R]:
     """Called like `reference`; runs the first kernel of this platform that fits.
 
     Tests, benchmarks and the support table all walk `kernels`, so a kernel that is

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -47,7 +46,8 @@ def paged_attention(
 
     Rows q_starts[b]:q_starts[b+1] of `q` are the last tokens of sequence b, whose `kv_lens[b]` keys
     and values (these tokens' own included) lie in the pages that row b of `page_table` names, side by side on the
-    last axis. Query head n uses kv head n // (N / K). `T == B` promises at most one row a sequence, sequence b's at row b.
+    last axis. Query head n uses kv head n // (N / K). `T == B` promises at most one row a
+    sequence, sequence b's at row b.
 
     A query at position p sees positions p - window < s <= p (`window` None or <= 0: all up to p). `soft_cap` bends the
     scores to cap * tanh(score / cap) (Gemma 2). `sinks` adds one more score a head to the softmax, without
