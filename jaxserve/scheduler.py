@@ -160,9 +160,12 @@ class Scheduler:
         return count
 
     def _ready(self, seq: Sequence) -> bool:
-        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share."""
+        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share.
+
+        A leader that computes more than its prompt does so in a later step, so the prompt is committed.
+        """
         leader = seq.leader
-        return not seq.in_flight and (leader is None or leader.done or leader.computed >= leader.prompt_len)
+        return not seq.in_flight and (leader is None or leader.done or leader.computed > leader.prompt_len)
 
     def _admit_next(self, plan: Plan) -> Sequence | None:
         """Admit the first waiting sequence. None passes one that lacks room, lest it wait for ever.
