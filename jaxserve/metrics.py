@@ -5,9 +5,8 @@ A counter is named here without the `_total` that its samples carry. Everything 
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-_REQUEST_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+_MILLISECONDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 4, 6, 8))  # 1 ms to 80 s
+_REQUEST_SECONDS = tuple(m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5))  # 10 ms to 5000 s
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
@@ -33,18 +32,22 @@ class Metrics:
         self._corrupted = counter("corrupted_requests", "Requests ended because logits were not finite.")
         self._compiles = counter("compiles", "Steps compiled.", "jaxserve")
         self._compile_seconds = counter("compile_seconds", "Time spent compiling.", "jaxserve")
-        self._success = Counter("vllm:request_success", "Requests finished.", ["model_name", "finished_reason"], registry=registry)  # fmt: skip
-        self._rejections = Counter("vllm:admission_rejections", "Requests refused for want of room.", ["model_name", "reason"], registry=registry)  # fmt: skip
+        self._success = Counter(
+            "vllm:request_success", "Requests finished.", ["model_name", "finished_reason"], registry=registry
+        )
+        self._rejections = Counter(
+            "vllm:admission_rejections", "Requests refused.", ["model_name", "reason"], registry=registry
+        )
         for reason in FINISHED_REASONS:
             self._success.labels(model_name, reason)
         self._add_histograms()
 
     def _add_histograms(self) -> None:
         seconds, tokens = self._histogram, self._histogram
-        self._ttft = seconds("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
-        self._gap = seconds("inter_token_latency_seconds", "Between two tokens of a choice.", _TOKEN_SECONDS)
+        self._ttft = seconds("time_to_first_token_seconds", "From arrival to the first token.", _MILLISECONDS)
+        self._gap = seconds("inter_token_latency_seconds", "Between two tokens of a choice.", _MILLISECONDS)
         self._tpot = seconds(
-            "request_time_per_output_token_seconds", "The mean of that over a request.", _TOKEN_SECONDS
+            "request_time_per_output_token_seconds", "The mean of that over a request.", _MILLISECONDS
         )
         self._e2e = seconds(
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_SECONDS

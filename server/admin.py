@@ -14,15 +14,17 @@ router = APIRouter()
 health = APIRouter(responses={503: {"model": HealthAnswer, "description": "not now"}})
 
 
-@router.get("/v1/models", responses=documented(401))
+@router.get("/v1/models", responses=documented(401, 503))
 async def models(served: Annotated[Served, Depends(served)]) -> ModelList:
     """The names the server answers to."""
+    served.check_loaded()
     return ModelList(object="list", data=[_card(served, name) for name in served.names])
 
 
-@router.get("/v1/models/{model:path}", responses=documented(401, 404))
+@router.get("/v1/models/{model:path}", responses=documented(401, 404, 503))
 async def model(model: str, served: Annotated[Served, Depends(served)]) -> ModelCard:
     """One of them."""
+    served.check_loaded()
     return _card(served, served.named(model))
 
 

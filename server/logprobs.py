@@ -1,5 +1,6 @@
 """Log-probabilities in the shapes of the chat and the completions API."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.request import Logprob
@@ -23,7 +24,7 @@ class LogprobsWriter:
         return {"content": content, "refusal": None}
 
     def completion(
-        self, token_ids: list[int], entries: list[dict[int, Logprob] | None], offset: int
+        self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None], offset: int
     ) -> tuple[dict[str, Any], int]:
         """Completions' `logprobs`, and the text offset after them. A prompt's first token has none."""
         out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -40,15 +41,15 @@ class LogprobsWriter:
             offset += len(text)
         return out, offset
 
-    def prompt(self, entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    def prompt(self, entries: Sequence[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: by token id."""
         return [
-            entry and {
-                str(token): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": self._text(token, p)}
-                for token, p in entry.items()
-            }
+            None if entry is None else {str(token): self._of_prompt(token, p) for token, p in entry.items()}
             for entry in entries
-        ]  # fmt: skip
+        ]
+
+    def _of_prompt(self, token: int, p: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": self._text(token, p)}
 
     def _token(self, token: int, logprob: Logprob) -> dict[str, Any]:
         return {

@@ -126,14 +126,23 @@ class CompletionAnswer:
     def _with_prompt(self, delta: Delta) -> Delta:
         prompt = self._prompt(delta.index)
         ids = self.generation.requests[prompt].prompt_token_ids
-        before = Delta(delta.index, self.echoes[prompt], ids, delta.prompt_logprobs, delta.prompt_logprobs)
+        scored: Any = (
+            delta.prompt_logprobs
+        )  # with None for the first token, which is why it is not a Delta's type
         if self.body.max_tokens == 0:
-            return replace(before, finish_reason="length")
+            return replace(
+                delta,
+                text=self.echoes[prompt],
+                token_ids=ids,
+                logprobs=scored,
+                finish_reason="length",
+                stop_reason=None,
+            )
         return replace(
             delta,
-            text=before.text + delta.text,
+            text=self.echoes[prompt] + delta.text,
             token_ids=ids + delta.token_ids,
-            logprobs=(delta.prompt_logprobs or []) + (delta.logprobs or []),
+            logprobs=(scored or []) + (delta.logprobs or []),
         )
 
     def _head(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From a request body to SamplingParams."""
 
 from dataclasses import fields
+from typing import Any
 
 from jaxserve.errors import RequestError
 from jaxserve.sampling.params import SamplingParams
@@ -13,7 +14,8 @@ _SAME = {f.name for f in fields(SamplingParams)} & Generate.model_fields.keys() 
 def chat_params(served: Served, body: ChatRequest) -> SamplingParams:
     """How to sample a chat; without a limit it goes on to the model's."""
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    given = _fields(served, body) | {"max_tokens": limit}
+    given = _fields(served, body)
+    given["max_tokens"] = limit
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     try:
@@ -42,7 +44,7 @@ def completion_params(served: Served, body: CompletionRequest) -> SamplingParams
     return SamplingParams(**given)
 
 
-def _fields(served: Served, body: Generate) -> dict:
+def _fields(served: Served, body: Generate) -> dict[str, Any]:
     if body.priority and served.engine.config.scheduling_policy != "priority":
         raise RequestError(
             "priority has no effect: requests are served in their order of arrival; start the server with "

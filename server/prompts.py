@@ -110,13 +110,8 @@ async def _completion_prompt(
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:
-    """Text parts are joined, and `developer` is the older `system`, which is what templates know."""
     seen = message.model_dump(include={"role", "content", "name"}, exclude_none=True)
-    if isinstance(message.content, list):
-        seen["content"] = "\n".join(part.text for part in message.content)
     seen.setdefault("content", message.refusal or "")
-    if message.role == "developer":
-        seen["role"] = "system"
     thoughts = message.reasoning_content or message.reasoning
     return seen | ({"reasoning_content": thoughts} if thoughts else {})
 

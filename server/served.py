@@ -12,7 +12,7 @@ from jaxserve.errors import OverloadedError, RequestError
 from server.config import ServerConfig
 
 VERSION = version("jaxserve")
-STARTING_RETRY = 5.0  # seconds
+RETRY = 5.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,18 @@ class Served:
 
     def check_ready(self) -> None:
         """Refuse while the engine cannot take requests."""
-        health = self.engine.health()
-        if health.state == "starting":
+        self.check_loaded()
+        state = self.engine.health().state
+        if state != "ready":
             raise OverloadedError(
-                "the server is still starting; try again soon", retry_after=STARTING_RETRY, draining=True
+                f"the server takes no requests now: it is {state}", retry_after=RETRY, draining=True
             )
-        if health.state != "ready":
+
+    def check_loaded(self) -> None:
+        """Refuse while there is no model yet to ask about."""
+        if self.engine.health().state == "starting":
             raise OverloadedError(
-                f"the server takes no requests now: it is {health.state}",
-                retry_after=STARTING_RETRY,
-                draining=True,
+                "the server is still starting; try again soon", retry_after=RETRY, draining=True
             )
 
 

@@ -18,6 +18,7 @@ router = APIRouter(route_class=JsonRoute, responses=documented(400, 401, 404, 41
 async def tokenize(body: TokenizePrompt | TokenizeChat, served: Annotated[Served, Depends(served)]) -> Tokens:
     """The token ids of a text, or of a conversation in the model's chat template."""
     served.named(body.model)
+    served.check_loaded()
     if isinstance(body, TokenizePrompt):
         ids = await text_tokens(served, body.prompt, body.add_special_tokens is not False)
     else:
@@ -31,4 +32,5 @@ async def tokenize(body: TokenizePrompt | TokenizeChat, served: Annotated[Served
 async def detokenize(body: DetokenizeRequest, served: Annotated[Served, Depends(served)]) -> Detokenized:
     """The text of token ids, special tokens included."""
     served.named(body.model)
+    served.check_loaded()
     return Detokenized(prompt=await tokens_text(served, body.tokens, skip_special_tokens=False))

@@ -1,0 +1,141 @@
+"""Run the server: listen at once, load the model beside it, and on SIGTERM or SIGINT finish what was begun."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, NamedTuple
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from server.app import create_app
+from server.config import ServerConfig
+
+log = logging.getLogger("uvicorn.error")
+
+FLUSH = 5  # seconds that answers have to reach their clients once the engine is drained
+IDLE = 75  # seconds an idle connection is kept, longer than usual proxies keep theirs
+
+
+def run(engine: EngineConfig, config: ServerConfig) -> None:
+    """Serve a model until a signal; raises what loading the model raised."""
+    from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
+
+    serve(lambda: AsyncLLM(engine), engine, config)
+
+
+def serve(load: Callable[[], Any], engine: EngineConfig, config: ServerConfig) -> None:
+    """Serve the engine that `load` makes; until it is there, health says starting and requests get 503."""
+    sock = _listen(config)
+    app = create_app(Starting(engine), config)
+    server = _Server(app, config)
+    loader = threading.Thread(target=server.load, args=(load,), name="load", daemon=True)
+    loader.start()
+    try:
+        server.run(sockets=[sock])
+    finally:
+        sock.close()
+    if server.failure:
+        raise server.failure
+    if loader.is_alive():
+        # Told to stop while the model was loading, which nothing can interrupt; unwinding under it would crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    app.state.served.engine.close()
+
+
+@dataclass(frozen=True)
+class Starting:
+    """What is served while the engine is being made: its settings, and that it is not there yet."""
+
+    config: EngineConfig
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def health(self) -> "NotYet":
+        return NotYet()
+
+
+class NotYet(NamedTuple):
+    """The health of an engine that is being made."""
+
+    state: str = "starting"
+    detail: str = "the model is being loaded"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that drains the engine before it closes its socket, so that newcomers are told 503 meanwhile."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                root_path="",  # the app knows its own
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                log_level=config.uvicorn_log_level,
+                timeout_keep_alive=IDLE,
+                timeout_graceful_shutdown=FLUSH,
+                server_header=False,
+            )
+        )
+        self.failure: BaseException | None = None
+        self._app, self._settings = app, config
+        self._draining: asyncio.Task | None = None
+
+    def load(self, load: Callable[[], Any]) -> None:
+        """Make the engine, on the calling thread, and put it in the place of `Starting`."""
+        try:
+            engine = load()
+        except BaseException as failure:
+            self.failure = failure
+            self.should_exit = True
+            return
+        self._app.state.served = replace(self._app.state.served, engine=engine)
+        log.info("Ready to serve %s", ", ".join(self._app.state.served.names))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second stops at once; both end in a normal exit."""
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        engine, timeout = self._app.state.served.engine, self._settings.shutdown_timeout
+        if not isinstance(engine, Starting):
+            log.info("Told to stop: running requests have %g s to finish; a second signal stops now", timeout)
+            await engine.drain(timeout)
+        self.should_exit = True
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """The listening socket, taken before the model is loaded, which would be for nothing if it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as why:
+        sock.close()
+        raise ConfigError(
+            f"{config.host} port {config.port} cannot be listened on ({why.strerror}); use another --port or --host"
+        ) from why
+    sock.set_inheritable(True)
+    return sock
