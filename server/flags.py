@@ -96,11 +96,12 @@ def _add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     inner, many = _unwrap(hint)
     names = ["--" + field.name.replace("_", "-"), *field.metadata.get("aliases", ())]
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    shown = "" if default in (None, "", (), [], {}) else f" (default: {default})"
+    shown = " ".join(map(str, default)) if isinstance(default, tuple | list) else default
+    told = "" if shown in (None, "", {}) else f" (default: {shown})"
     options: dict[str, Any] = {
         "dest": field.name,
         "default": default,
-        "help": (field.metadata.get("help", "") + shown).replace("%", "%%"),
+        "help": (field.metadata.get("help", "") + told).replace("%", "%%"),
     }
     if inner is bool:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
