@@ -6,6 +6,8 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxserve.sampling.filters import keep_likely
 from jaxserve.sampling.knobs import Knobs
+from jaxserve.sampling.largest import highest
+from jaxserve.sampling.nucleus import nucleus_winner
 
 
 def draw(logits: Float[Array, "B V"], knobs: Knobs) -> Int32[Array, "B"]:
@@ -16,10 +18,14 @@ def draw(logits: Float[Array, "B V"], knobs: Knobs) -> Int32[Array, "B"]:
     that a model has between batch shapes hardly ever change a token.
     """
     temperature = jnp.where(knobs.temperature > 0, knobs.temperature, 1.0)
-    scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    filtered = jnp.any((knobs.min_p > 0) | (knobs.top_k > 0) | (knobs.top_p < 1))
-    scores = jax.lax.cond(filtered, keep_likely, lambda x, _: x, scores, knobs)
-    return highest(jnp.exp(scores) / exponential(noise(knobs, logits.shape[1])))[1]
+    mass = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None])
+    filtered = jnp.any((knobs.min_p > 0) | (knobs.top_k > 0))
+    mass = jax.lax.cond(filtered, keep_likely, lambda x, _: x, mass, knobs)
+    race = mass / exponential(noise(knobs, logits.shape[1]))
+    winner = highest(race)[1]
+    return jax.lax.cond(
+        jnp.any(knobs.top_p < 1), nucleus_winner, lambda *_: winner, race, mass, winner, knobs.top_p
+    )
 
 
 def noise(knobs: Knobs, vocab_size: int) -> UInt32[Array, "B V"]:
@@ -42,15 +48,3 @@ def exponential(bits: UInt32[Array, "B V"]) -> Float[Array, "B V"]:
     """Exponential variates, never 0 or infinite; small ones, which win, keep all 32 bits' resolution."""
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
-
-
-def highest(x: Float[Array, "B V"]) -> tuple[Float[Array, "B"], Int32[Array, "B"]]:
-    """(largest value, its first index) of each row; a row with NaN has value NaN and the last index.
-
-    Two plain reductions, because XLA's argmax takes four times as long on a CPU.
-    """
-    vocab_size = x.shape[1]
-    largest = jnp.max(x, axis=-1)
-    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    first = jnp.min(jnp.where(x == largest[:, None], ids, vocab_size - 1), axis=-1)
-    return largest, first

@@ -1,73 +1,75 @@
-"""Which tokens may be drawn: min-p, top-k and top-p, by exact search for the smallest logit kept."""
+"""Which tokens may be drawn, by rank and by likelihood: top-k, by exact search for the k-th, and min-p."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.sampling.knobs import Knobs
+from jaxserve.sampling.largest import largest
 
+_HEAD = 64  # likeliest tokens of a row that are looked at first; most k fall among them
 _HALVINGS = 4  # of the search interval, between looks at whether one value is left in it
 
 
-def keep_likely(scores: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
-    """-inf where a token may not be drawn. `scores` are logits over temperature, 0 for the likeliest token.
+def keep_likely(mass: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
+    """0 where a token may not be drawn. `mass` is a token's probability over the likeliest one's.
 
-    min-p keeps tokens at least min_p times as likely as the likeliest. top-k keeps the k likeliest of those, and
-    all that tie with the k-th. top-p keeps the smallest set of the likeliest of those that has top_p of their
-    mass, and all that tie with its least likely (Holtzman et al., arXiv:1904.09751).
+    min-p keeps tokens at least min_p times as likely as the likeliest; top-k keeps the k likeliest of those, and
+    all that tie with the k-th.
     """
-    scores = jnp.where(scores >= jnp.log(knobs.min_p)[:, None], scores, -jnp.inf)
-    limited = (knobs.top_k > 0) & (knobs.top_k < scores.shape[1])
-    scores = jax.lax.cond(jnp.any(limited), _top_k, lambda x, *_: x, scores, knobs, limited)
-    nucleus = knobs.top_p < 1
-    return jax.lax.cond(jnp.any(nucleus), _top_p, lambda x, *_: x, scores, knobs, nucleus)
+    mass = at_least(mass, knobs.min_p)
+    return jax.lax.cond(jnp.any(knobs.top_k > 0), _top_k, lambda x, _: x, mass, knobs)
 
 
-def _top_k(scores: Array, knobs: Knobs, needed: Array) -> Array:
-    least = threshold(scores, jnp.ones_like(scores), knobs.top_k.astype(jnp.float32), needed)
-    return jnp.where(scores >= least[:, None], scores, -jnp.inf)
+def _top_k(mass: Array, knobs: Knobs) -> Array:
+    k = jnp.where(knobs.top_k < mass.shape[1], knobs.top_k, 0)
+    head = largest(mass, min(_HEAD, mass.shape[1]))[0]
+    kth = jnp.take_along_axis(head, jnp.clip(k - 1, 0, head.shape[1] - 1)[:, None], axis=1)[:, 0]
+    kth = find_kth(mass, k, head[:, -1], jnp.where(k > 0, kth, 0), k > _HEAD)
+    return at_least(mass, kth)
 
 
-def _top_p(scores: Array, knobs: Knobs, needed: Array) -> Array:
-    mass = jnp.exp(scores)
-    least = threshold(scores, mass, knobs.top_p * jnp.sum(mass, axis=-1), needed)
-    return jnp.where(scores >= least[:, None], scores, -jnp.inf)
-
-
-def threshold(
-    scores: Float[Array, "B V"],
-    weights: Float[Array, "B V"],
-    target: Float[Array, "B"],
+def find_kth(
+    mass: Float[Array, "B V"],
+    k: Int32[Array, "B"],
+    above: Float[Array, "B"],
+    kth: Float[Array, "B"],
     needed: Bool[Array, "B"],
 ) -> Float[Array, "B"]:
-    """The largest score such that the tokens at or above it weigh `target`; -inf for rows not `needed`.
+    """The k-th largest mass of the needed rows, in which fewer than k are over `above`; `kth` of the others.
 
-    If all together weigh less, the smallest finite score. Bisection over values: sorting a vocabulary costs
-    ten times as much on a CPU. It ends when a single value is left, so the result is a score of the row.
+    If fewer than k are positive, the least positive one. By bisection, as sorting takes far longer on a CPU; it
+    ends when a single value is left, so the result is exact.
     """
-    lowest = float(jnp.finfo(jnp.float32).min)
-
-    def weighs_enough(pivot: Array) -> Array:
-        return jnp.sum(jnp.where(scores >= pivot[:, None], weights, 0), axis=-1) >= target
 
     def halve(low: Array, high: Array, pivot: Array) -> tuple[Array, Array]:
-        enough = weighs_enough(pivot)
+        enough = jnp.sum(mass >= pivot[:, None], axis=-1, dtype=jnp.int32) >= k
         return jnp.where(enough, pivot, low), jnp.where(enough, high, pivot)
 
     def narrow(interval: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         low, high, done = interval  # the answer is at or above low, and below high
-        first = jnp.min(jnp.where(scores >= low[:, None], scores, jnp.inf), axis=-1)
-        last = jnp.max(jnp.where(scores < high[:, None], scores, -jnp.inf), axis=-1)
-        middle = first * 0.5 + last * 0.5
-        # Halfway between neighbouring floats is one of them; `last` always splits the interval.
-        new_low, new_high = halve(first, high, jnp.where(middle > first, middle, last))
+        first = jnp.min(jnp.where(mass >= low[:, None], mass, jnp.inf), axis=-1)
+        last = jnp.max(jnp.where(mass < high[:, None], mass, -jnp.inf), axis=-1)
+        middle = _between(first, last)
+        # Between neighbouring floats is one of them; `last` always splits the interval.
+        middle = jnp.where((middle > first) & (middle <= last), middle, last)
+        new_low, new_high = halve(first, high, middle)
         for _ in range(_HALVINGS - 1):
-            new_low, new_high = halve(new_low, new_high, new_low * 0.5 + new_high * 0.5)
+            new_low, new_high = halve(new_low, new_high, _between(new_low, new_high))
         found = done | (first >= last)
         low = jnp.where(done, low, jnp.where(found, first, new_low))
         return low, jnp.where(found, high, new_high), found
 
-    low = jnp.where(needed, lowest, -jnp.inf)
-    high = jnp.ones_like(low)
-    low, _, _ = jax.lax.while_loop(lambda i: ~jnp.all(i[2]), narrow, (low, high, ~needed))
-    return low
+    low = jnp.where(needed, jnp.finfo(jnp.float32).tiny, kth)
+    interval = (low, above * (1 + 2.0**-20), ~needed)
+    return jax.lax.while_loop(lambda interval: ~jnp.all(interval[2]), narrow, interval)[0]
+
+
+def at_least(mass: Float[Array, "B V"], least: Float[Array, "B"]) -> Float[Array, "B V"]:
+    """0 where a row's mass is less than `least`."""
+    return jnp.where(mass >= least[:, None], mass, 0)
+
+
+def _between(low: Array, high: Array) -> Array:
+    """The geometric mean: masses spread over many orders of magnitude."""
+    return jnp.sqrt(low) * jnp.sqrt(high)

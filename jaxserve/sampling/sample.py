@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxserve.sampling.draw import draw, highest
+from jaxserve.sampling.draw import draw
 from jaxserve.sampling.knobs import ALTERNATIVES, LOGPROB, SHAPING, Knobs
+from jaxserve.sampling.largest import highest
 from jaxserve.sampling.logprobs import alternatives, chosen
 from jaxserve.sampling.params import MAX_LOGPROBS
 from jaxserve.sampling.penalties import shape
