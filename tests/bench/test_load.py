@@ -37,7 +37,7 @@ def test_random_works_stay_within_lengths_and_vocabulary(input_len, output_len, 
     for work in random_works(5, input_len, output_len, vocab_size=vocab_size, range_ratio=ratio):
         assert math.floor(input_len * (1 - ratio)) <= len(work.prompt) <= math.ceil(input_len * (1 + ratio))
         assert 1 <= work.output_len <= math.ceil(output_len * (1 + ratio))
-        assert all(0 <= token < vocab_size for token in work.prompt)
+        assert all(isinstance(token, int) and 0 <= token < vocab_size for token in work.prompt)
 
 
 def test_a_dataset_is_read_and_repeated(tmp_path):
