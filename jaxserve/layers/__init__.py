@@ -1,0 +1,1 @@
+"""The parts that models are made of: pure functions over arrays, one kind a file."""
