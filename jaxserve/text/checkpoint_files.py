@@ -13,6 +13,7 @@ from jaxserve.text.gguf_tokenizer import TokenizerParts, add_around, parts_from_
 from jaxserve.text.tokenizer import Tokenizer
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*", "additional_chat_templates/*",
              "generation_config.json", "config.json"]  # fmt: skip
 
@@ -49,7 +50,11 @@ def _missing(folder: Path) -> CheckpointError:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     """Downloads (or finds in the cache) the tokenizer files of a hub name."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".safetensors", ".json")):
+    if (
+        name.count("/") > 1
+        or name.startswith((".", "/", "~"))
+        or name.endswith((".gguf", ".safetensors", ".json"))
+    ):
         raise CheckpointError("there is no such file or folder", file=name)
     from huggingface_hub import snapshot_download
 
@@ -90,7 +95,9 @@ def _read(file: Path) -> dict[str, Any]:
     except ValueError as why:
         raise CheckpointError("a file is not JSON; fetch it again", file=str(file), found=str(why)) from why
     if not isinstance(content, dict):
-        raise CheckpointError("a file has another shape", file=str(file), expected="an object", found=type(content).__name__)
+        raise CheckpointError(
+            "a file has another shape", file=str(file), expected="an object", found=type(content).__name__
+        )
     return content
 
 
@@ -115,10 +122,9 @@ def _add_missing(backend: Backend, config: dict[str, Any], folder: Path) -> None
     listed = {int(index): token for index, token in config.get("added_tokens_decoder", {}).items()}
     known = backend.get_added_tokens_decoder()
     for index in sorted(listed.keys() - known.keys()):
-        fields = dict(listed[index])
-        content = fields.pop("content")
-        fields = {key: bool(fields[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in fields}
-        backend.add_tokens([AddedToken(content, **fields)])
+        content = listed[index]["content"]
+        flags = {name: value for name, value in listed[index].items() if name in FLAGS}
+        backend.add_tokens([AddedToken(content, **flags)])
         if backend.token_to_id(content) != index:
             raise CheckpointError(
                 f"added token {content!r} cannot get its number", file=str(folder / "tokenizer_config.json"),
@@ -128,7 +134,7 @@ def _add_missing(backend: Backend, config: dict[str, Any], folder: Path) -> None
 
 def _surround(backend: Backend, config: dict[str, Any], named: dict[str, Any]) -> None:
     """Heeds add_bos_token and add_eos_token as the Llama-like tokenizer classes of transformers do."""
-    generic = config.get("tokenizer_class", "PreTrainedTokenizerFast") in ("PreTrainedTokenizerFast", "PreTrainedTokenizer")
+    generic = config.get("tokenizer_class", "PreTrainedTokenizerFast") == "PreTrainedTokenizerFast"
     wanted = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
     if generic or wanted == {"bos": None, "eos": None}:
         return
@@ -155,7 +161,9 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     listed = config.get("chat_template") or _read(folder / "chat_template.json").get("chat_template") or {}
     if isinstance(listed, str):
         listed = {"default": listed}
-    templates = {entry["name"]: entry["template"] for entry in listed} if isinstance(listed, list) else dict(listed)
+    templates = (
+        {entry["name"]: entry["template"] for entry in listed} if isinstance(listed, list) else dict(listed)
+    )
     for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
         templates[file.stem] = file.read_text(encoding="utf-8")
     own = folder / "chat_template.jinja"

@@ -8,7 +8,6 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from jaxserve.errors import CheckpointError
-from jaxserve.text.gguf_metadata import read_metadata
 from jaxserve.text.pretokenizers import ADDS_BOS, EXPRESSIONS, WHOLE_WORDS, pre_tokenizer
 
 PREFIX = "tokenizer.ggml."
@@ -32,7 +31,11 @@ class TokenizerParts:
 
 def parts_from_gguf(path: str | Path) -> TokenizerParts:
     """Reads the header of a GGUF file; raises CheckpointError when its tokenizer cannot be rebuilt exactly."""
-    metadata = read_metadata(path)
+    # Imported here, for they bring JAX along, which those who only want text do without.
+    from jaxserve.weights.gguf_header import read_header
+    from jaxserve.weights.mapped import MappedFile
+
+    metadata = read_header(MappedFile(str(path))).metadata
     if f"{PREFIX}tokens" not in metadata:
         raise CheckpointError(
             "no tokenizer in this GGUF file; name another one with `tokenizer=`", file=str(path),
@@ -65,10 +68,13 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], f
             file=file, expected=f"{PREFIX}pre one of {', '.join(sorted(EXPRESSIONS))}", found=repr(kind),
         )  # fmt: skip
     if f"{PREFIX}merges" not in metadata:
-        raise CheckpointError("a BPE vocabulary without merges", file=file, expected=f"{PREFIX}merges", found="none")
+        raise CheckpointError(
+            "a BPE vocabulary without merges", file=file, expected=f"{PREFIX}merges", found="none"
+        )
     vocab = {token: index for index, token in enumerate(tokens)}
     # A merge is "left right", and either may begin with a space in old files: cut at a later one.
-    merges = [(merge[:cut], merge[cut + 1 :]) for merge in metadata[f"{PREFIX}merges"] if (cut := merge.find(" ", 1)) > 0]
+    cuts = [(merge, merge.find(" ", 1)) for merge in metadata[f"{PREFIX}merges"]]
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts if cut > 0]
     try:
         model = models.BPE(vocab, merges, ignore_merges=kind in WHOLE_WORDS)
     except Exception as why:  # the library raises bare Exception
@@ -88,7 +94,7 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
         )  # fmt: skip
     vocab = {token: index for index, token in enumerate(tokens)}
     mergeable = [kind in (NORMAL, UNUSED) for kind in types]
-    unknown = metadata.get(f"{PREFIX}unknown_token_id", next((i for i, kind in enumerate(types) if kind == UNKNOWN), None))
+    unknown = metadata.get(f"{PREFIX}unknown_token_id", types.index(UNKNOWN) if UNKNOWN in types else None)
     model = models.BPE(
         vocab, merges_by_score(vocab, scores, mergeable), fuse_unk=True, byte_fallback=True,
         unk_token=None if unknown is None else tokens[unknown],
@@ -104,35 +110,41 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
     return backend
 
 
-def merges_by_score(vocab: dict[str, int], scores: list[float], mergeable: list[bool]) -> list[tuple[str, str]]:
+def merges_by_score(
+    vocab: dict[str, int], scores: list[float], mergeable: list[bool]
+) -> list[tuple[str, str]]:
     """The merges that SentencePiece's BPE would do, best first: it stores only each token's score.
 
     SentencePiece merges the adjacent pair whose union is the token of the highest score, so every cut of a
     token into two tokens is a merge, ranked by that score. Control, byte and user-defined tokens never merge.
     """
-    pieces = {token for token, index in vocab.items() if mergeable[index]}
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for token in pieces:
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in pieces and right in pieces:
-                ranked.append((-scores[vocab[token]], vocab[left], vocab[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
+    pieces = {token: index for token, index in vocab.items() if mergeable[index]}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(pieces, key=lambda token: -scores[pieces[token]]):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [(left, right) for left, right in cuts if left in pieces and right in pieces]
+        merges += sorted(pairs, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+    return merges
 
 
 def _add_special_tokens(
     backend: Tokenizer, metadata: dict[str, Any], tokens: list[str], types: list[int], model: str
 ) -> None:
     """Marks tokens that are matched before all else, and says which ones every text begins and ends with."""
+    named = {metadata.get(f"{PREFIX}{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     added = [
-        AddedToken(token, special=kind != USER_DEFINED, normalized=False)
-        for token, kind in zip(tokens, types, strict=True)
+        # Some files call a turn's end user-defined: what ends an answer is special all the same.
+        AddedToken(
+            token, special=kind != USER_DEFINED or index in named or token in ENDINGS, normalized=False
+        )
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
     ]
     backend.add_tokens(added)
     wanted = {
-        "bos": metadata.get(f"{PREFIX}add_bos_token", model == "llama" or metadata.get(f"{PREFIX}pre") in ADDS_BOS),
+        "bos": metadata.get(
+            f"{PREFIX}add_bos_token", model == "llama" or metadata.get(f"{PREFIX}pre") in ADDS_BOS
+        ),
         "eos": metadata.get(f"{PREFIX}add_eos_token", False),
     }
     ids = {name: metadata.get(f"{PREFIX}{name}_token_id") for name in wanted}
@@ -144,13 +156,19 @@ def add_around(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
     """Makes encoding with special tokens put `bos` before and `eos` after the text."""
     ids = {token: backend.token_to_id(token) for token in (bos, eos) if token}
     if ids:
-        single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-        backend.post_processor = processors.TemplateProcessing(single=single.split(" "), special_tokens=list(ids.items()))
+        single = [f"{bos}:0"] * bool(bos) + ["$A:0"] + [f"{eos}:0"] * bool(eos)
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=list(ids.items())
+        )
 
 
 def _endings(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> tuple[int, ...]:
     named = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
-    found = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL and token in ENDINGS}
+    found = {
+        token: index
+        for index, token in enumerate(tokens)
+        if token in ENDINGS and types[index] in (CONTROL, USER_DEFINED)
+    }
     if {"<|return|>", "<|call|>"} <= found.keys():
         found.pop("<|end|>", None)  # in the harmony format it only ends one message of an answer
     ids = [index for index in [*named, *found.values()] if index is not None and index < len(tokens)]

@@ -27,11 +27,11 @@ CASED_LETTERS = (  # of the Unicode version that DeepSeek LLM was made with
 )
 
 
-def _words(digits: str, *, contractions: str = CONTRACTIONS + "|", letters: str = r"\p{L}", after: str = r"\r\n") -> str:
+def _words(digits: str, *, contractions: str = CONTRACTIONS + "|", marks: str = "") -> str:
     """The shape that most expressions since cl100k share: words, numbers, punctuation, white space."""
-    marks = r"\p{M}" if r"\p{M}" in letters else ""
     return (
-        rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[{after}]*|{SPACES}"
+        rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+|{digits}"
+        rf"| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|{SPACES}"
     )
 
 
@@ -67,7 +67,7 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
         ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "stablelm2", "hunyuan", "solar-open", "megrez", "grok-2"),
         QWEN2,
     ),
-    "qwen35": (_words(r"\p{N}", letters=r"[\p{L}\p{M}]"),),
+    "qwen35": (_words(r"\p{N}", marks=r"\p{M}"),),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
          "modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion", "exaone4",

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 MARK = "\ufdd0"  # a noncharacter: Unicode reserves it for such inside use
-PLAIN = re.compile(r"[\w\s.$-]*")
+PLAIN = re.compile(r"[\w\s.$-]*")  # such text can only be a special token as a whole, never finish one
 
 
 class SpecialText:
@@ -24,11 +24,13 @@ class SpecialText:
 
     def defuse(self, text: str) -> str:
         """`text` with a mark inside every spelling, and at its ends where template text could complete one."""
-        if not self.spellings or PLAIN.fullmatch(text) and not self._spelled.search(text):
+        if not self.spellings:
             return text
         bare = text.strip()
         head = any(bare[:n] in self._endings for n in range(1, min(self._longest, len(bare)) + 1))
-        inner = len(bare) < self._longest and not PLAIN.fullmatch(bare) and any(bare in s for s in self.spellings)
+        inner = (
+            len(bare) < self._longest and not PLAIN.fullmatch(bare) and any(bare in s for s in self.spellings)
+        )
         tail = any(bare[-n:] in self._beginnings for n in range(1, min(self._longest, len(bare)) + 1))
         marked = self._spelled.sub(rf"\1{MARK}", bare)
         if not (head or inner or tail) and marked == bare:
@@ -65,6 +67,11 @@ class SpecialText:
     def _endings(self) -> frozenset[str]:
         parts = (spelling[cut:] for spelling in self.spellings for cut in range(1, len(spelling)))
         return frozenset(part for part in parts if not PLAIN.fullmatch(part))
+
+
+def is_markup(token: str) -> bool:
+    """Whether a token looks like a marker that templates write, not like words or white space."""
+    return not PLAIN.fullmatch(token)
 
 
 def is_defused(text: str) -> bool:

@@ -1,7 +1,9 @@
 """Text to tokens and back, the same for every kind of checkpoint."""
 
 import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -9,10 +11,11 @@ from tokenizers import Tokenizer as Backend
 from jaxserve.errors import RequestError
 from jaxserve.text import chat_messages
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.special_text import SpecialText, defusing, is_defused, without_marks
+from jaxserve.text.jinja_environment import refusal
+from jaxserve.text.special_text import SpecialText, defusing, is_defused, is_markup, without_marks
 from jaxserve.text.token_bytes import TokenBytes
 
-CONTINUE = "\ufdd1 "  # ends the message to continue; the space tells whether the template trims
+RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 
 
 class Tokenizer:
@@ -31,11 +34,16 @@ class Tokenizer:
         self.named_tokens = dict(named_tokens or {})
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
-        added = backend.get_added_tokens_decoder()
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        self._special = frozenset(index for index, token in added.items() if token.special)
+        self._added = backend.get_added_tokens_decoder()
+        self._special = frozenset(index for index, token in self._added.items() if token.special)
         self._bytes = TokenBytes(backend)
-        self._special_text = SpecialText(token.content for token in added.values() if token.special)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token; the model's own vocabulary may be padded beyond it."""
+        return max(
+            [self.backend.get_vocab_size(with_added_tokens=True), *(index + 1 for index in self._added)]
+        )
 
     @property
     def bos_token_id(self) -> int | None:
@@ -52,9 +60,11 @@ class Tokenizer:
 
         With `allow_special=False` the text of a special token is text like any other.
         """
-        if allow_special:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._encode_defused(self._special_text.defuse(text), add_special_tokens)
+        text = str_of(text)
+        if not allow_special:
+            text = self._special_text.defuse(without_marks(text))
+            return self._encode_defused(text, add_special_tokens)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(
         self,
@@ -71,36 +81,30 @@ class Tokenizer:
 
         `template` is the name of one of the model's templates or a template itself. Text from messages, tools
         and `template_kwargs` never becomes a special token, unless `special_in_content`. BOS is the
-        template's to write.
+        template's to write. RequestError carries a template's own words when it refuses.
         """
         chat = self.chat_template or ChatTemplate({}, self.named_tokens)
         if template is None and not chat.templates:
-            raise RequestError(
-                "this model has no chat template; complete a plain prompt instead, or send `chat_template`",
-                param="messages", code="invalid_chat",
-            )  # fmt: skip
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message goes on inside the last message, so add_generation_prompt must be false",
-                param="continue_final_message",
-            )  # fmt: skip
+            raise refusal(
+                "this model has no chat template; complete a plain prompt instead, or send a chat_template"
+            )
+        variables = _variables(tools, template_kwargs, add_generation_prompt, continue_final_message)
         source = chat.source(template, tools=bool(tools))
-        variables = {"tools": list(tools) if tools else None, **(template_kwargs or {})}
-        prepared = chat_messages.prepare(messages, parts=chat.takes_parts(source), developer="developer" in source)
+        parts, developer = chat.takes_parts(source), "developer" in source
+        prepared = chat_messages.prepare(messages, parts=parts, developer=developer)
         if not special_in_content:
-            prepared, variables = self._special_text.defuse_all([prepared, variables])
+            prepared = [self._defuse_message(message) for message in prepared]
+            variables = self._special_text.defuse_all(variables)
         if continue_final_message:
-            chat_messages.append_to_last(prepared, CONTINUE)
-        text = chat.render(source, prepared, {**variables, "add_generation_prompt": add_generation_prompt})
+            chat_messages.mark_end(prepared)
+        text = chat.render(source, {**variables, "messages": prepared})
         if continue_final_message:
-            text = chat_messages.cut_at(text, CONTINUE)
+            text = chat_messages.cut_at_mark(text)
+        if not text:
+            raise refusal("the chat template writes nothing for these messages")
         if special_in_content:
             return self.backend.encode(text, add_special_tokens=False).ids, text
         return self._encode_defused(text, add_special_tokens=False), without_marks(text)
-
-    def _encode_defused(self, text: str, add_special_tokens: bool) -> list[int]:
-        backend = self._defusing if is_defused(text) else self.backend
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 become U+FFFD, and ids beyond the vocabulary nothing."""
@@ -116,12 +120,82 @@ class Tokenizer:
         """A token as the vocabulary spells it."""
         return self.backend.id_to_token(token_id) if token_id >= 0 else None
 
-    def token_to_id(self, token: str) -> int | None:
-        return self.backend.token_to_id(token)
-
     def is_special(self, token_id: int) -> bool:
+        """Whether this is a control token, which decoding leaves out."""
         return token_id in self._special
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the Hugging Face files from which `load_tokenizer` makes the same tokenizer."""
+        folder = Path(folder)
+        self.backend.save(str(folder / "tokenizer.json"))
+        templates = dict(self.chat_template.templates) if self.chat_template else {}
+        listed = [{"name": name, "template": source} for name, source in templates.items()]
+        config = {**self.named_tokens, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if listed:
+            config["chat_template"] = listed
+        for name, content in {
+            "tokenizer_config.json": config,
+            "generation_config.json": {"eos_token_id": list(self.eos_token_ids)},
+        }.items():
+            (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+
+    def _encode_defused(self, text: str, add_special_tokens: bool) -> list[int]:
+        backend = self._defusing if is_defused(text) else self.backend
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _defuse_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What users and tools say must not write a template's other markers (such as <tool_response>) either.
+
+        The model itself writes those, and whoever writes the system message may explain them.
+        """
+        trusted = message["role"] in chat_messages.TRUSTED_ROLES
+        text = self._special_text if trusted else self._template_text
+        return {key: value if key == "role" else text.defuse_all(value) for key, value in message.items()}
+
+    @functools.cached_property
+    def _special_text(self) -> SpecialText:
+        return SpecialText(token.content for token in self._added.values() if token.special)
+
+    @functools.cached_property
+    def _template_text(self) -> SpecialText:
+        sources = "\n".join(self.chat_template.templates.values()) if self.chat_template else ""
+        markers = {
+            token.content
+            for token in self._added.values()
+            if is_markup(token.content) and token.content in sources
+        }
+        return SpecialText(self._special_text.spellings | markers)
 
     @functools.cached_property
     def _defusing(self) -> Backend:
-        return defusing(self.backend, self._special_text.spellings)
+        return defusing(self.backend, self._template_text.spellings)
+
+
+def str_of(text: str) -> str:
+    """`text`, if the tokenizer can read it: lone surrogates (half a UTF-16 character) are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as why:
+        raise RequestError(f"the text is not valid Unicode: {why.reason} at character {why.start}") from why
+    return text
+
+
+def _variables(
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> dict[str, Any]:
+    """What the template sees beside the messages."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message goes on inside the last message, so add_generation_prompt must be false",
+            param="continue_final_message",
+        )
+    given = dict(template_kwargs or {})
+    if taken := sorted(RESERVED & given.keys()):
+        raise RequestError(
+            f"chat_template_kwargs must not set {', '.join(taken)}: these come from the request and the model",
+            param="chat_template_kwargs",
+        )
+    return {**given, "tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
