@@ -205,22 +205,23 @@ class _Answer:
 
     def __init__(self):
         self.text, self.tokens = "", 0
-        self.began = time.perf_counter()
-        self.first = self.last = self.began
+        self.began = self.last = time.perf_counter()
+        self.first: float | None = None  # when the first piece came
 
     async def stream(self, pieces: AsyncIterator[tuple[str, int]]) -> None:
         async for text, tokens in pieces:
-            if tokens:
+            if text or tokens:
                 self.last = time.perf_counter()
-                self.first = self.last if not self.tokens else self.first
+                self.first = self.first or self.last
             self.text, self.tokens = self.text + text, self.tokens + tokens
             print(text, end="", flush=True)
 
     def speed(self) -> str:
-        wait = f"first token after {self.first - self.began:.2f} s"
-        if self.tokens < 2 or self.last == self.first:
+        first = self.first or self.last
+        wait = f"first token after {first - self.began:.2f} s"
+        if self.tokens < 2 or self.last == first:
             return f"{self.tokens} tokens, {wait}"
-        return f"{self.tokens} tokens, {(self.tokens - 1) / (self.last - self.first):.1f} tokens/s, {wait}"
+        return f"{self.tokens} tokens, {(self.tokens - 1) / (self.last - first):.1f} tokens/s, {wait}"
 
 
 def _read_line(interactive: bool) -> str | None:
