@@ -53,7 +53,12 @@ class RopeSettings:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise ConfigError(f"{self.model}: {self.kind} rope needs a positive number {key}, not {value!r}")
         return float(value)
 
@@ -137,7 +142,10 @@ def _yarn(s: RopeSettings, length: int) -> tuple[np.ndarray, float]:
     if s.values.get("attention_factor") is not None:
         return frequencies, s.number("attention_factor")
     if s.values.get("mscale") and s.values.get("mscale_all_dim"):
-        both = _yarn_magnitude(factor, s.number("mscale")), _yarn_magnitude(factor, s.number("mscale_all_dim"))
+        both = (
+            _yarn_magnitude(factor, s.number("mscale")),
+            _yarn_magnitude(factor, s.number("mscale_all_dim")),
+        )
         return frequencies, both[0] / both[1]
     return frequencies, _yarn_magnitude(factor, 1.0)
 

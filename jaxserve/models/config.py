@@ -36,7 +36,9 @@ class ModelConfig:
     attention_scale: float = 1.0
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
-    query_growth: tuple[float, float] | None = None  # (beta, length): queries times 1 + beta ln(1 + position // length)
+    query_growth: tuple[float, float] | None = (
+        None  # (beta, length): queries times 1 + beta ln(1 + position // length)
+    )
     tied: bool = False  # the output layer is the embedding
     prefix: str = "model."  # of tensor names in the checkpoint
     dtype: str = field(default="float32", compare=False)  # of the checkpoint's weights

@@ -1,4 +1,4 @@
-"""Decoder-only transformers with grouped-query attention and a gated feed-forward: Llama, Mistral, Qwen, Gemma, OLMo."""
+"""Decoder-only transformers with grouped-query attention: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, OLMo 2 and 3."""
 
 from functools import partial
 from typing import Any

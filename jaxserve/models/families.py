@@ -22,7 +22,9 @@ class Family:
     values: Callable[[Fields], dict[str, Any]]
     kinds: Callable[[Fields, int], list[str]] = _all_full  # FULL or SLIDING for each layer
     rope_free: Callable[[Fields, int], list[bool]] | None = None  # layers that know no positions
-    local_theta: str | None = None  # where a config has one rope, windowed layers turn by this theta, unscaled
+    local_theta: str | None = (
+        None  # where a config has one rope, windowed layers turn by this theta, unscaled
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,13 +47,18 @@ def _ministral_kinds(f: Fields, count: int) -> list[str]:
 
 
 def _qwen_kinds(f: Fields, count: int) -> list[str]:
-    on, first = f.flag("use_sliding_window") and f.get("sliding_window") is not None, f.get("max_window_layers")
+    on, first = (
+        f.flag("use_sliding_window") and f.get("sliding_window") is not None,
+        f.get("max_window_layers"),
+    )
     kinds = _listed_kinds(f, count)
     if kinds is None:
         first = count if first is None else first
         return [SLIDING if on and i >= first else FULL for i in range(count)]
     if SLIDING in kinds and not on:
-        raise f.wrong("use_sliding_window", "true with a sliding_window, as layer_types has windowed layers", False)
+        raise f.wrong(
+            "use_sliding_window", "true with a sliding_window, as layer_types has windowed layers", False
+        )
     return kinds
 
 
@@ -95,11 +102,11 @@ def _biases(f: Fields) -> dict[str, Any]:
 
 
 def _llama(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {"activation": f.choice("hidden_act", SILU), "mlp_bias": f.flag("mlp_bias")}
+    return _biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "mlp_bias": f.flag("mlp_bias")}
 
 
 def _mistral(f: Fields) -> dict[str, Any]:
-    return {"activation": f.choice("hidden_act", SILU)}
+    return {"activation": f.choice("hidden_act", SILU, "silu")}
 
 
 def _ministral3(f: Fields) -> dict[str, Any]:
@@ -111,19 +118,18 @@ def _ministral3(f: Fields) -> dict[str, Any]:
 
 def _qwen2(f: Fields) -> dict[str, Any]:
     f.get("attention_bias")  # Qwen 2 always has these and no others, whatever the field says
-    return {"activation": f.choice("hidden_act", SILU), "qkv_bias": True}
+    return {"activation": f.choice("hidden_act", SILU, "silu"), "qkv_bias": True}
 
 
 def _qwen3(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {"activation": f.choice("hidden_act", SILU), "qk_norm": "head"}
+    return _biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "qk_norm": "head"}
 
 
 def _gemma(f: Fields) -> dict[str, Any]:
-    key = "hidden_activation" if f.get("hidden_activation") is not None else "hidden_act"
     if f.flag("use_bidirectional_attention"):
         raise f.wrong("use_bidirectional_attention", "false: only causal attention is supported", True)
     return _biases(f) | {
-        "activation": f.choice(key, GELU_TANH),
+        "activation": f.choice("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
         "norms": "both",
         "norm_offset": 1.0,
         "embed_scale": float(f.count("hidden_size")) ** 0.5,
@@ -141,14 +147,20 @@ def _gemma3(f: Fields) -> dict[str, Any]:
 
 
 def _olmo(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {"activation": f.choice("hidden_act", SILU), "norms": "post", "qk_norm": "all"}
+    return _biases(f) | {
+        "activation": f.choice("hidden_act", SILU, "silu"),
+        "norms": "post",
+        "qk_norm": "all",
+    }
 
 
 GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
 }  # fmt: skip
-GEMMA3 = GEMMA | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+GEMMA3 = GEMMA | {
+    "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
 
 FAMILIES = {
     "llama": Family(_llama),

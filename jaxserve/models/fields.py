@@ -38,14 +38,14 @@ class Fields:
     def count(self, key: str, default: int | None = None) -> int:
         value = self.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(key, "a whole number above 0", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.wrong(key, "a number above 0", value)
         return float(value)
 
@@ -58,9 +58,10 @@ class Fields:
             raise self.wrong(key, "true or false", value)
         return bool(value)
 
-    def choice(self, key: str, choices: Mapping[str, str]) -> str:
+    def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
         """What `choices` calls the value."""
         value = self.get(key)
+        value = default if value is None else value
         if value not in choices:
             raise self.wrong(key, f"one of {', '.join(choices)}", value)
         return choices[value]

@@ -39,7 +39,11 @@ def _text_config(outer: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _sizes(f: Fields, family: Family, max_model_len: int | None) -> dict[str, Any]:
-    count, heads, hidden = f.count("num_hidden_layers"), f.count("num_attention_heads"), f.count("hidden_size")
+    count, heads, hidden = (
+        f.count("num_hidden_layers"),
+        f.count("num_attention_heads"),
+        f.count("hidden_size"),
+    )
     if f.get("head_dim") is None and hidden % heads:
         raise f.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or to say head_dim", hidden)
     head_dim = f.count("head_dim", hidden // heads)
@@ -68,7 +72,10 @@ def _ropes(
 ) -> dict[str, Any]:
     settings = _rope_settings(f, family, head_dim)
     if family.rope_free:
-        kinds = [NO_ROPE if free else kind for free, kind in zip(family.rope_free(f, len(kinds)), kinds, strict=True)]
+        kinds = [
+            NO_ROPE if free else kind
+            for free, kind in zip(family.rope_free(f, len(kinds)), kinds, strict=True)
+        ]
     default, limit = reach(settings[FULL])
     length = _length(f.name, max_model_len, default, limit)
     ropes: list[Rope] = []
@@ -116,7 +123,9 @@ def _one_rope(f: Fields, values: dict[str, Any], theta: float, part: float, head
     dim = int(head_dim * own.number("partial_rotary_factor", part))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise f.wrong("partial_rotary_factor", f"an even part of head_dim={head_dim}", dim)
-    return RopeSettings(values, own.number("rope_theta", theta), dim, f.count("max_position_embeddings"), f.name)
+    return RopeSettings(
+        values, own.number("rope_theta", theta), dim, f.count("max_position_embeddings"), f.name
+    )
 
 
 def _length(name: str, asked: int | None, default: int, limit: int) -> int:
