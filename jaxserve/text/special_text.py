@@ -26,18 +26,16 @@ class SpecialText:
         """`text` with a mark inside every spelling, and at its ends where template text could complete one."""
         if not self.spellings:
             return text
+        marked = self._first.sub(self._mark, text)
         bare = text.strip()
-        head = any(bare[:n] in self._endings for n in range(1, min(self._longest, len(bare)) + 1))
-        inner = (
-            len(bare) < self._longest and not PLAIN.fullmatch(bare) and any(bare in s for s in self.spellings)
-        )
-        tail = any(bare[-n:] in self._beginnings for n in range(1, min(self._longest, len(bare)) + 1))
-        marked = self._spelled.sub(rf"\1{MARK}", bare)
-        if not (head or inner or tail) and marked == bare:
-            return text
-        before, after = MARK if head or inner else "", MARK if tail else ""
-        start = text.index(bare)
-        return f"{text[:start]}{before}{marked}{after}{text[start + len(bare) :]}"
+        sizes = range(1, min(self._lengths[-1], len(bare)) + 1)
+        if self._inside(bare) or any(bare[:size] in self._endings for size in sizes):
+            body = marked.lstrip()  # inside the white space, which templates may trim
+            marked = marked[: len(marked) - len(body)] + MARK + body
+        if any(bare[-size:] in self._beginnings for size in sizes):
+            body = marked.rstrip()
+            marked = body + MARK + marked[len(body) :]
+        return marked
 
     def defuse_all(self, value: Any) -> Any:
         """The same for every string in a JSON value, keys too."""
@@ -49,24 +47,37 @@ class SpecialText:
             return {self.defuse_all(key): self.defuse_all(item) for key, item in value.items()}
         return value
 
-    @functools.cached_property
-    def _spelled(self) -> re.Pattern[str]:
-        """The first character of each spelling; looking ahead finds overlapping ones too."""
-        return re.compile(f"(?=(?:{'|'.join(map(re.escape, sorted(self.spellings)))}))(.)", re.DOTALL)
+    def _mark(self, found: re.Match[str]) -> str:
+        """The first character of a spelling with a mark after it; overlapping spellings each get their own."""
+        at, text = found.start(), found.string
+        spelled = any(text[at : at + length] in self.spellings for length in self._lengths)
+        return found[0] + MARK if spelled else found[0]
+
+    def _inside(self, bare: str) -> bool:
+        """Whether a whole text is the inner part of a spelling, as in `'<' ~ text ~ '>'`."""
+        return (
+            len(bare) < self._lengths[-1]
+            and is_markup(bare)
+            and any(bare in spelling for spelling in self.spellings)
+        )
 
     @functools.cached_property
-    def _longest(self) -> int:
-        return max(map(len, self.spellings), default=0)
+    def _first(self) -> re.Pattern[str]:
+        return re.compile(f"[{re.escape(''.join({spelling[0] for spelling in self.spellings}))}]")
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return sorted({len(spelling) for spelling in self.spellings})
 
     @functools.cached_property
     def _beginnings(self) -> frozenset[str]:
         parts = (spelling[:cut] for spelling in self.spellings for cut in range(1, len(spelling)))
-        return frozenset(part for part in parts if not PLAIN.fullmatch(part))
+        return frozenset(filter(is_markup, parts))
 
     @functools.cached_property
     def _endings(self) -> frozenset[str]:
         parts = (spelling[cut:] for spelling in self.spellings for cut in range(1, len(spelling)))
-        return frozenset(part for part in parts if not PLAIN.fullmatch(part))
+        return frozenset(filter(is_markup, parts))
 
 
 def is_markup(token: str) -> bool:
