@@ -37,14 +37,16 @@ def convert_into(out: np.ndarray, array: np.ndarray) -> bool:
     False when a finite number became infinite, that is, when the dtype of `out` cannot hold the values.
     """
     source, target = array.reshape(-1), out.reshape(-1)
-    assert np.shares_memory(target, out) or not out.size
-    narrower = array.dtype != out.dtype and is_float(array.dtype) and (
-        float(ml_dtypes.finfo(out.dtype).max) < float(ml_dtypes.finfo(array.dtype).max)
+    assert np.may_share_memory(target, out) or not out.size
+    narrower = (
+        array.dtype != out.dtype
+        and is_float(array.dtype)
+        and (float(ml_dtypes.finfo(out.dtype).max) < float(ml_dtypes.finfo(array.dtype).max))
     )
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, source.size, CHUNK):
             part, result = source[start : start + CHUNK], target[start : start + CHUNK]
             np.copyto(result, part, casting="unsafe")
-            if narrower and not np.isfinite(result).all() and (~np.isfinite(result) & np.isfinite(part)).any():
+            if narrower and not np.isfinite(result).all() and np.isfinite(part[~np.isfinite(result)]).any():
                 return False
     return True

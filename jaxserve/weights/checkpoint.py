@@ -74,3 +74,27 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 def read_config(directory: Path) -> dict[str, Any]:
     """The folder's config.json."""
     return read_json(directory / "config.json", "it says which architecture the weights are for")
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Weights stored as integers or 8-bit floats with scales beside them would be read as wrong numbers."""
+    for key in ("quantization_config", "compression_config"):
+        stored = checkpoint.config.get(key)
+        if stored:
+            method = stored.get("quant_method", stored.get("format")) if isinstance(stored, dict) else stored
+            raise CheckpointError(
+                "this way of quantising weights is not supported; use the unquantised model or a GGUF",
+                file=checkpoint.path,
+                found=f"{key} with method {method}",
+            )
+
+
+def overflow(checkpoint: Checkpoint, name: str, dtype: np.dtype) -> CheckpointError:
+    """The refusal of finite values that `dtype` would turn into infinities."""
+    return CheckpointError(
+        f"values overflow {dtype}; use a dtype of more range (bfloat16 or float32)",
+        tensor=name,
+        file=checkpoint.file(name),
+        expected=f"magnitudes that {dtype} can hold",
+        found=f"larger {checkpoint.dtype(name)} values",
+    )

@@ -24,7 +24,7 @@ PLAIN = {  # stored as they are
 
 def is_known(kind: GGMLQuantizationType) -> bool:
     """Whether the installed `gguf` package can dequantise this type."""
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    block_bytes = GGML_QUANT_SIZES[kind][1]
     try:
         dequantize_rows(np.zeros((1, block_bytes), np.uint8), kind)
     except NotImplementedError:

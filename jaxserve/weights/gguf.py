@@ -1,4 +1,4 @@
-"""GGUF files, whole or split, as Hugging Face tensors: renamed, dequantised, and the converter's changes undone."""
+"""GGUF files, whole or split, as Hugging Face tensors: renamed, dequantised, the converter's changes undone."""
 
 import re
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class GGUFCheckpoint:
             if name not in UNUSED:
                 self._places[hugging_face_name(name, self._architecture.norms) or name] = place
         factors = stored.get("rope_freqs.weight")
-        self.config = synthesize(whole, path, None if factors is None else _values(*factors))
+        self.config = synthesize(whole, path, None if factors is None else tensor_values(*factors))
         self._heads = {
             "q_proj": self.config["num_attention_heads"],
             "k_proj": self.config["num_key_value_heads"],
@@ -68,7 +68,7 @@ class GGUFCheckpoint:
             )  # fmt: skip
         file.prefetch(info.offset, info.nbytes)
         heads = self._permuted_heads(name)
-        values = _values(file, info, heads)
+        values = tensor_values(file, info, heads)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(self._architecture.norm_offset)
         return values
@@ -107,19 +107,25 @@ def split_files(path: str) -> list[str]:
     for file in files:
         if not file.is_file():
             raise CheckpointError(
-                "a part of the split model is missing", file=str(file), expected=f"{count} parts", found="no such file"
+                "a part of the split model is missing",
+                file=str(file),
+                expected=f"{count} parts",
+                found="no such file",
             )
     return [str(file) for file in files]
 
 
-def _values(file: MappedFile, info: TensorInfo, heads: int = 0) -> np.ndarray:
+def tensor_values(file: MappedFile, info: TensorInfo, heads: int = 0) -> np.ndarray:
     """The tensor's values; with `heads`, the rows of each head from neighbouring pairs back to halves."""
     data = file.view(info.offset, info.nbytes)
     if heads:
         rows = info.shape[0]
         if rows % (2 * heads):
             raise CheckpointError(
-                "rows do not split into heads", file=file.path, expected=f"a multiple of {2 * heads}", found=str(rows)
+                "rows do not split into heads",
+                file=file.path,
+                expected=f"a multiple of {2 * heads}",
+                found=str(rows),
             )
         data = data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
     if info.type in VIEWS:

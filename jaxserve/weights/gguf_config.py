@@ -10,7 +10,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.weights.gguf_header import Header
 from jaxserve.weights.gguf_names import ARCHITECTURES, Architecture
 
-LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every released model
 DTYPES = {
     LlamaFileType.ALL_F32: "float32",
     LlamaFileType.MOSTLY_F16: "float16",
@@ -60,7 +60,10 @@ def architecture(header: Header, path: str) -> Architecture:
     name = header.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise CheckpointError(
-            "unsupported GGUF architecture", file=path, expected=f"one of {', '.join(ARCHITECTURES)}", found=str(name)
+            "unsupported GGUF architecture",
+            file=path,
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            found=str(name),
         )
     return ARCHITECTURES[name]
 
@@ -74,11 +77,15 @@ def synthesize(header: Header, path: str, rope_factors: np.ndarray | None) -> di
     meta = Metadata(header.metadata, header.metadata["general.architecture"], path)
     if meta.optional("expert_count"):
         raise CheckpointError(
-            "mixture-of-experts GGUF files are not supported", file=path, found=f"{meta.optional('expert_count')} experts"
+            "mixture-of-experts GGUF files are not supported",
+            file=path,
+            found=f"{meta.optional('expert_count')} experts",
         )
     heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
     if not heads or (hidden % heads and meta.optional("attention.key_length") is None):
-        raise CheckpointError("heads do not divide the width", file=path, found=f"{heads} heads, width {hidden}")
+        raise CheckpointError(
+            "heads do not divide the width", file=path, found=f"{heads} heads, width {hidden}"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError("the file has no embedding", tensor="token_embd.weight", file=path)
@@ -115,7 +122,10 @@ def _check_head(meta: Metadata, config: dict[str, Any], path: str) -> None:
         width = meta.integer(key, config["head_dim"])
         if width != config["head_dim"]:
             raise CheckpointError(
-                f"unsupported {key}", file=path, expected=f"the head width {config['head_dim']}", found=str(width)
+                f"unsupported {key}",
+                file=path,
+                expected=f"the head width {config['head_dim']}",
+                found=str(width),
             )
 
 
@@ -141,10 +151,11 @@ def rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] |
 def _scaling_from_factors(meta: Metadata, factors: np.ndarray) -> dict[str, Any]:
     """Llama 3's scaling if these are its factors, else the factors themselves, in the shape of LongRoPE."""
     head_dim = 2 * factors.size
-    llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_DEFAULTS}
     frequencies = meta.number("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
-    if np.allclose(factors, llama3_factors(frequencies, llama3), rtol=1e-4):
-        return llama3
+    for length in (1 << bits for bits in range(5, 21)):
+        llama3 = LLAMA3 | {"factor": float(factors.max()), "original_max_position_embeddings": length}
+        if np.allclose(factors, llama3_factors(frequencies, llama3), rtol=1e-4):
+            return llama3
     listed = factors.astype(float).tolist()
     length = meta.integer("context_length")
     return {
@@ -154,7 +165,7 @@ def _scaling_from_factors(meta: Metadata, factors: np.ndarray) -> dict[str, Any]
 
 
 def llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
-    """What Llama 3.1 divides each rotary frequency by: 1 for fast ones, `factor` for slow ones, smooth in between."""
+    """What Llama 3.1 divides rotary frequencies by: 1 for fast ones, `factor` for slow ones, between in between."""
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -176,11 +187,9 @@ def _qwen(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _gemma(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     large = config["num_hidden_layers"] in GEMMA_27B_LAYERS
     soft_caps = {
-        key: None if meta.optional(name) is None else meta.number(name)
-        for key, name in (
-            ("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping", "final_logit_softcapping")
-        )
-    }  # fmt: skip
+        key: None if meta.optional(key) is None else meta.number(key)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
+    }
     return soft_caps | {
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",
@@ -200,7 +209,8 @@ def _gemma3(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _olmo2(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 is `olmo2` in GGUF with a window on some layers."""
-    window, pattern = meta.optional("attention.sliding_window"), meta.optional("attention.sliding_window_pattern")
+    window = meta.optional("attention.sliding_window")
+    pattern = meta.optional("attention.sliding_window_pattern")
     if not window:
         return {}
     if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:

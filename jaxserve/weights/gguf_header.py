@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and where each tensor lies, every number checked before it is used.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package has a reader too; it makes a
-NumPy view of every token of the vocabulary (seconds per file) and trusts lengths and offsets.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package has a reader too; it
+makes a NumPy view of every token of the vocabulary (seconds per file) and trusts lengths and offsets.
 """
 
 import math
@@ -32,6 +32,8 @@ SCALARS = {
     GGUFValueType.BOOL: np.dtype("?"),
 }
 
+Claim = tuple[str, tuple[int, ...], int, int]  # name, shape in NumPy's order, raw type, offset
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -52,7 +54,7 @@ class Header:
 
 
 def read_header(file: MappedFile) -> Header:
-    """The header of a GGUF file of version 2 or 3, little-endian; CheckpointError on any claim that does not hold."""
+    """The header of a little-endian GGUF file, version 2 or 3; CheckpointError on a claim that does not hold."""
     cursor = _Cursor(file)
     magic, version = cursor.take(4), cursor.number("<u4")
     if magic != b"GGUF":
@@ -76,14 +78,16 @@ def read_header(file: MappedFile) -> Header:
     return Header(metadata, _place(file, claims, cursor.at, alignment))
 
 
-def _place(file: MappedFile, claims: list[tuple[str, tuple[int, ...], int, int]], end: int, alignment: int):
-    """The claimed tensors as `TensorInfo`: they must follow each other without overlap, as every GGUF writer lays them."""
+def _place(file: MappedFile, claims: list[Claim], end: int, alignment: int) -> dict[str, TensorInfo]:
+    """The claimed tensors as `TensorInfo`; they must follow each other without overlap or gap."""
     start = _round_up(end, alignment)
     at, tensors = start, {}
     for name, shape, raw_type, offset in claims:
 
         def refuse(problem: str, expected: object, found: object, name: str = name) -> CheckpointError:
-            return CheckpointError(problem, tensor=name, file=file.path, expected=str(expected), found=str(found))
+            return CheckpointError(
+                problem, tensor=name, file=file.path, expected=str(expected), found=str(found)
+            )
 
         if name in tensors:
             raise refuse("a tensor occurs twice", "one", "two")
@@ -100,7 +104,9 @@ def _place(file: MappedFile, claims: list[tuple[str, tuple[int, ...], int, int]]
         nbytes = math.prod(shape) // block * block_bytes
         if at + nbytes > file.size:
             raise refuse(
-                "the file is truncated; download it again", f"{at + nbytes} bytes at least", f"{file.size} bytes"
+                "the file is truncated; download it again",
+                f"{at + nbytes} bytes at least",
+                f"{file.size} bytes",
             )
         tensors[name] = TensorInfo(kind, shape, at, nbytes)
         at = _round_up(at + nbytes, alignment)
@@ -118,7 +124,9 @@ class _Cursor:
         self.file, self.at = file, 0
 
     def malformed(self, what: str) -> CheckpointError:
-        return CheckpointError(f"malformed GGUF header: {what}", file=self.file.path, found=f"at byte {self.at}")
+        return CheckpointError(
+            f"malformed GGUF header: {what}", file=self.file.path, found=f"at byte {self.at}"
+        )
 
     def take(self, nbytes: int) -> bytes:
         if nbytes > self.file.size - self.at:
@@ -178,14 +186,15 @@ class _Cursor:
         kind = self.value_type()
         if kind in SCALARS:
             dtype = SCALARS[kind]
-            return np.frombuffer(self.take(self.count(dtype.itemsize, "<u8") * dtype.itemsize), dtype).tolist()
+            return np.frombuffer(
+                self.take(self.count(dtype.itemsize, "<u8") * dtype.itemsize), dtype
+            ).tolist()
         count = self.count(8, "<u8")
         if kind == GGUFValueType.STRING:
             return self.strings(count)
         return [self.value(kind, depth + 1) for _ in range(count)]
 
-    def tensor_claim(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape in NumPy's order, raw type, offset) as the file states them."""
+    def tensor_claim(self) -> Claim:
         name, dims = self.string(), self.number("<u4")
         if not 1 <= dims <= MAX_DIMS:
             raise self.malformed(f"tensor {name!r} has {dims} dimensions, not 1 to {MAX_DIMS}")

@@ -1,4 +1,4 @@
-"""GGUF architectures: what they call the tensors Hugging Face names, and what their converter changed in them."""
+"""GGUF architectures: what they call the tensors of Hugging Face, and what their converter changed in them."""
 
 from dataclasses import dataclass
 
@@ -50,8 +50,8 @@ ARCHITECTURES = {
 
 
 def hugging_face_name(name: str, norms: dict[str, str]) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name no listed model has."""
-    stem, dot, kind = name.rpartition(".")
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name of no listed model."""
+    stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if stem in TOP:

@@ -16,9 +16,11 @@ UNNEEDED = ["*/*", "consolidated*"]  # other layouts of the same weights
 def resolve(path: str, revision: str | None = None) -> str:
     """`path` itself if it is there, else the snapshot folder of the hub name it must then be."""
     local = Path(path).expanduser()
-    if local.exists():
+    if path and local.exists():
         if revision is not None:
-            raise CheckpointError(f"revision={revision!r} is for hub names, but the model is local", file=path)
+            raise CheckpointError(
+                f"revision={revision!r} is for hub names, but the model is local", file=path
+            )
         return str(local)
     if not NAME.fullmatch(path) or path.endswith((".gguf", ".safetensors")):
         raise CheckpointError("no such file or folder; is the path right?", file=path)
@@ -29,7 +31,7 @@ def resolve(path: str, revision: str | None = None) -> str:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as why:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
-            f"{path!r} is neither a local folder nor could it be fetched from the Hugging Face hub{at}; check the name, "
+            f"{path!r} is no local folder and could not be fetched from the Hugging Face hub{at}; check the name, "
             "log in if the model is gated, or without a network download it elsewhere "
             f"(`hf download {path}`) and give the folder",
             found=f"{type(why).__name__}: {str(why).strip().splitlines()[0] if str(why).strip() else ''}",

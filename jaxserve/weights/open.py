@@ -6,11 +6,12 @@ from jaxserve.errors import CheckpointError
 from jaxserve.weights.checkpoint import Checkpoint, read_config
 from jaxserve.weights.gguf import SPLIT, GGUFCheckpoint
 from jaxserve.weights.hub import resolve
+from jaxserve.weights.orbax import MANIFEST, OrbaxCheckpoint
 from jaxserve.weights.safetensors import SafetensorsCheckpoint, read_index
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint at `path`: a folder of safetensors, GGUF or converted weights, one such file, or a hub name.
+    """The checkpoint at `path`: a folder of safetensors, GGUF or converted weights, one file, or a hub name.
 
     `revision` is the branch, tag or commit of a hub name. Headers are read and checked here, weights later.
     """
@@ -22,11 +23,16 @@ def open_checkpoint(path: str, revision: str | None = None) -> Checkpoint:
     if local.suffix == ".safetensors":
         return SafetensorsCheckpoint(str(local), [str(local)], read_config(local.parent))
     raise CheckpointError(
-        "not a checkpoint file", file=str(local), expected="a .safetensors or .gguf file, or a folder", found=local.name
+        "not a checkpoint file",
+        file=str(local),
+        expected="a .safetensors or .gguf file, or a folder",
+        found=local.name,
     )
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    if (folder / MANIFEST).is_file():
+        return OrbaxCheckpoint(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return SafetensorsCheckpoint(str(folder), [str(single)], read_config(folder))
@@ -40,7 +46,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         return GGUFCheckpoint(str(files[0]))
     if models:
         raise CheckpointError(
-            "several GGUF models in one folder; name the file", file=str(folder), found=", ".join(sorted(models))
+            "several GGUF models in one folder; name the file",
+            file=str(folder),
+            found=", ".join(sorted(models)),
         )
     raise _no_weights(folder)
 
@@ -53,6 +61,6 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"no weights in the folder{advice}",
         file=str(folder),
-        expected="model.safetensors, model.safetensors.index.json with its shards, a .gguf file, or a converted folder",
+        expected="model.safetensors, model.safetensors.index.json and its shards, a .gguf file, or a conversion",
         found=", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or "an empty folder",
     )

@@ -13,9 +13,14 @@ class Progress:
 
     def __init__(self, total: int, label: str = "Loading weights", visible: bool = True):
         self._bar = RichProgress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-            console=Console(file=sys.stderr), disable=not (visible and sys.stderr.isatty()),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr),
+            disable=not (visible and sys.stderr.isatty()),
+        )
         self._task = self._bar.add_task(label, total=total)
 
     def __enter__(self) -> Self:

@@ -57,8 +57,10 @@ class SafetensorsCheckpoint:
 
     format = "safetensors"
 
-    def __init__(self, path: str, shards: list[str], config: dict[str, Any], where: dict[str, str] | None = None):
-        """`where` is an index's map of tensor to shard file name; without it every tensor of every shard counts."""
+    def __init__(
+        self, path: str, shards: list[str], config: dict[str, Any], where: dict[str, str] | None = None
+    ):
+        """`where` maps tensor to shard file name, from an index; without it every tensor of every shard counts."""
         self.path, self.config = path, config
         self._places: dict[str, tuple[MappedFile, Entry]] = {}
         for shard in shards:
@@ -66,11 +68,15 @@ class SafetensorsCheckpoint:
             entries = read_header(file)
             wanted = None if where is None else {name for name, s in where.items() if s == Path(shard).name}
             for name in sorted((wanted or set()) - entries.keys()):
-                raise CheckpointError("the index names a tensor its shard does not hold", tensor=name, file=shard)
+                raise CheckpointError(
+                    "the index names a tensor its shard does not hold", tensor=name, file=shard
+                )
             for name, entry in entries.items():
                 if wanted is None and name in self._places:
                     raise CheckpointError(
-                        "two shards hold the same tensor and no index says which counts", tensor=name, file=shard
+                        "two shards hold the same tensor and no index says which counts",
+                        tensor=name,
+                        file=shard,
                     )
                 if wanted is None or name in wanted:
                     self._places[name] = (file, entry)
@@ -131,7 +137,10 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
     """The tensors of a file in the order of their bytes; CheckpointError on any claim that does not hold."""
     if file.size < 8:
         raise CheckpointError(
-            "not a safetensors file: too short", file=file.path, expected="at least 8 bytes", found=f"{file.size} bytes"
+            "not a safetensors file: too short",
+            file=file.path,
+            expected="at least 8 bytes",
+            found=f"{file.size} bytes",
         )
     length = int.from_bytes(file.read(0, 8), "little")
     if not 2 <= length <= min(MAX_HEADER, file.size - 8):
@@ -180,7 +189,9 @@ def _entry(file: MappedFile, name: str, claim: Any, start: int) -> Entry:
     """One line of the header as numbers that fit the file."""
 
     def refuse(problem: str, expected: str, found: object) -> CheckpointError:
-        return CheckpointError(problem, tensor=name, file=file.path, expected=expected, found=str(found)[:200])
+        return CheckpointError(
+            problem, tensor=name, file=file.path, expected=expected, found=str(found)[:200]
+        )
 
     if not isinstance(claim, dict) or claim.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("malformed header entry", "dtype, shape and data_offsets", claim)

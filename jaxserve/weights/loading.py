@@ -1,4 +1,4 @@
-"""Fill a model's tree of `Param` from a checkpoint: each tensor read once, in file order, straight into its place."""
+"""Fills a model's tree of `Param` from a checkpoint: each tensor read once, in file order, into its place."""
 
 import logging
 import time
@@ -11,12 +11,14 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.arrays import aligned_empty, convert_into, is_aligned, is_float
-from jaxserve.weights.checkpoint import Checkpoint, missing_tensor
+from jaxserve.weights.checkpoint import Checkpoint, missing_tensor, overflow, refuse_quantized
 from jaxserve.weights.progress import Progress
 from sharding.params import Param
 
 log = logging.getLogger(__name__)
-UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # buffers that old checkpoints kept
+UNUSED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # buffers in old checkpoints
+
+Uses = dict[str, list[tuple[int, int]]]  # tensor name to (leaf number, row of that leaf's stack)
 
 
 @dataclass
@@ -30,10 +32,10 @@ class _Leaf:
 
 
 def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = True) -> Any:
-    """The tree `params` with a `jax.Array` of `dtype` (None where an optional tensor is absent) for each `Param`.
+    """The tree `params` with each `Param` a `jax.Array` of `dtype`, or None where an optional tensor is absent.
 
-    Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are rounded to
-    nearest; CheckpointError if a tensor is missing, has another shape, or has values that `dtype` cannot hold.
+    Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are
+    rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
     """
     refuse_quantized(checkpoint)
     dtype = np.dtype(dtype)
@@ -65,22 +67,10 @@ def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = Tr
     return jax.tree.unflatten(tree, done)
 
 
-def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Weights stored as integers or 8-bit floats with scales beside them would load as wrong numbers."""
-    for key in ("quantization_config", "compression_config"):
-        stored = checkpoint.config.get(key)
-        if stored:
-            method = stored.get("quant_method", stored.get("format", "unknown")) if isinstance(stored, dict) else stored
-            raise CheckpointError(
-                "the checkpoint's weights are quantised in a way that is not supported; use the unquantised model or a GGUF",
-                file=checkpoint.path, found=f"{key} with method {method}",
-            )  # fmt: skip
-
-
-def _plan(leaves: list[Param], checkpoint: Checkpoint) -> tuple[list[_Leaf], dict[str, list[tuple[int, int]]]]:
-    """(leaves, where each tensor goes as (leaf number, row of its stack)), every shape checked."""
+def _plan(leaves: list[Param], checkpoint: Checkpoint) -> tuple[list[_Leaf], Uses]:
+    """The leaves, and where each tensor goes; every name and shape is checked."""
     parts: list[_Leaf] = []
-    uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    uses: Uses = defaultdict(list)
     names = set(checkpoint.names())
     for number, param in enumerate(leaves):
         sources = (param.source,) if isinstance(param.source, str) else param.source
@@ -140,10 +130,7 @@ def _place(
         whole = leaf.stack if leaf.stack is not None else aligned_empty(leaf.param.shape, dtype)
         leaf.stack, out = whole, whole[row]
     if not convert_into(out, tensor):
-        raise CheckpointError(
-            f"values overflow {dtype}; load with a dtype of more range (bfloat16 or float32)",
-            tensor=name, file=checkpoint.file(name), expected=f"magnitudes within {dtype}", found=str(tensor.dtype),
-        )  # fmt: skip
+        raise overflow(checkpoint, name, dtype)
     leaf.missing.discard(row)
     return None if leaf.missing else whole
 
@@ -153,7 +140,7 @@ def _to_device(array: np.ndarray) -> jax.Array:
     return jax.block_until_ready(jax.device_put(array, may_alias=True))
 
 
-def _warn_of_unused(checkpoint: Checkpoint, uses: dict[str, Any]) -> None:
+def _warn_of_unused(checkpoint: Checkpoint, uses: Uses) -> None:
     tied = checkpoint.config.get("tie_word_embeddings", False)
     unused = [
         name
