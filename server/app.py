@@ -17,7 +17,7 @@ from server.served import VERSION, Served
 def create_app(engine: Any, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application that serves `engine`, an AsyncLLM or anything with its interface."""
     config = config or ServerConfig()
-    app = FastAPI(title="jaxserve", version=VERSION, root_path=config.root_path, redoc_url=None)
+    app = FastAPI(title="jaxserve", version=VERSION, redoc_url=None)
     app.state.served = Served(engine, config, config.template_text())
     for router in (
         openai_chat.router,

@@ -21,11 +21,7 @@ def chat_params(served: Served, body: ChatRequest) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except RequestError as why:
-        if why.param == "logprobs":
-            why.param = "top_logprobs"
-        if why.param == "max_tokens" and body.max_tokens is None:
-            why.param = "max_completion_tokens"
-        raise
+        raise _in_chats_words(why, body) from None
 
 
 def completion_params(served: Served, body: CompletionRequest) -> SamplingParams:
@@ -42,6 +38,17 @@ def completion_params(served: Served, body: CompletionRequest) -> SamplingParams
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         given["prompt_logprobs"] = body.logprobs
     return SamplingParams(**given)
+
+
+def _in_chats_words(error: RequestError, body: ChatRequest) -> RequestError:
+    """The same complaint about the field that the caller wrote."""
+    names = {"logprobs": "top_logprobs"} | (
+        {"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}
+    )
+    if error.param not in names:
+        return error
+    name = names[error.param]
+    return RequestError(str(error).replace(error.param, name, 1), param=name, code=error.code)
 
 
 def _fields(served: Served, body: Generate) -> dict[str, Any]:

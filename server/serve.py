@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                root_path="",  # the app knows its own
+                root_path=config.root_path,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
                 log_level=config.uvicorn_log_level,

@@ -36,11 +36,16 @@ def byte_tokenizer(bos: str | None = "<|bos|>") -> Tokenizer:
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     if bos:
         bos_id = backend.token_to_id(bos)
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+        )
     named = {"eos_token": "<|im_end|>"} | ({"bos_token": bos} if bos else {})
     eos = backend.token_to_id("<|im_end|>")
     return Tokenizer(
-        backend, named_tokens=named, eos_token_ids=(eos,), chat_template=ChatTemplate({"default": TEMPLATE}, named)
+        backend,
+        named_tokens=named,
+        eos_token_ids=(eos,),
+        chat_template=ChatTemplate({"default": TEMPLATE}, named),
     )
 
 
@@ -138,7 +143,7 @@ class FakeEngine:
         params, eos = request.params, self.tokenizer.eos_token_ids[0]
         words = self.tokenizer.encode(WORDS, add_special_tokens=False)
         start = ((params.seed or 0) + index) % len(words)
-        words = (words[start:] + [eos]) if not params.ignore_eos else (words[start:] + words * 40)
+        words = [*words[start:], *(words * 40 if params.ignore_eos else [eos])]
         room = self.config.max_model_len - len(request.prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         text = Detokenizer(self.tokenizer, request.prompt_token_ids, params.skip_special_tokens)
