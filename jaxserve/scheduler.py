@@ -81,6 +81,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Decide on a step and count its tokens as computed; empty when all depends on unread samples."""
         plan = Plan()
+        for seq in self.running:
+            self._share(seq)
         if self.policy == "priority":
             self._overtake(plan)
         prefilling = self._decode(plan)
@@ -93,18 +95,17 @@ class Scheduler:
     def _decode(self, plan: Plan) -> list[Sequence]:
         """Give a token to all running sequences that owe just one, in rank order; return those owing more."""
         prefilling = []
-        commit, grow, take = self.cache.commit, self.cache.grow, self._take
+        grow, take = self.cache.grow, self._take
         for seq in self.running.copy():
             if seq.slot is None:  # gave its pages back for one before it
                 continue
             assert seq.lease is not None
-            commit(seq.lease, seq.tokens, min(seq.computed, len(seq.tokens)))
             owed = seq.owed
             if owed > 1:
                 prefilling.append(seq)
             elif owed and (grow(seq.lease, seq.computed + 1) or self._push_out(seq, plan)):
                 take(seq, 1, plan)
-        return [seq for seq in prefilling if seq.slot is not None]
+        return prefilling
 
     def _push_out(self, seq: Sequence, plan: Plan) -> bool:
         """Make a page free for `seq` at the cost of the last in rank; False if that is `seq` itself."""
@@ -131,10 +132,12 @@ class Scheduler:
     def _let_pass(self, prefilling: list[Sequence], spare: int, plan: Plan) -> int:
         """Spend up to `spare` tokens on prompts shorter than the rest of the first one, the shortest first.
 
-        Of those already running, the ones served are taken off `prefilling`. Returns the tokens spent.
+        Of those already running, the ones served are taken off `prefilling`. A preempted sequence is not
+        passed: the room is its own. Returns the tokens spent.
         """
         first, left = prefilling[0], spare
-        queue = [] if plan.preempted or not self._slots else islice(self.waiting, self.max_num_seqs)
+        crowded = not self._slots or any(seq.num_cached is not None for seq in self.waiting[:1])
+        queue = [] if crowded else islice(self.waiting, self.max_num_seqs)
         shorter = [
             seq
             for seq in (*prefilling[1:], *queue)
@@ -160,17 +163,14 @@ class Scheduler:
         return count
 
     def _ready(self, seq: Sequence) -> bool:
-        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share.
-
-        A leader that computes more than its prompt does so in a later step, so the prompt is committed.
-        """
+        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share."""
         leader = seq.leader
-        return not seq.in_flight and (leader is None or leader.done or leader.computed > leader.prompt_len)
+        return not seq.in_flight and (leader is None or leader.done or leader.checked >= leader.prompt_len)
 
     def _admit_next(self, plan: Plan) -> Sequence | None:
-        """Admit the first waiting sequence. None passes one that lacks room, lest it wait for ever.
+        """Admit the first waiting sequence; if it lacks room nobody passes it, lest it wait for ever.
 
-        Nobody enters a step for which another had to leave, or the two would chase each other.
+        Nobody enters a step for which another had to leave, or that one might come straight back.
         """
         if plan.preempted or not self._slots:
             return None
@@ -190,15 +190,16 @@ class Scheduler:
         if not self._slots or (self._refused and self._refused[0] is seq and room <= self._refused[1]):
             return False
         lease = self.cache.match(seq.tokens, seq.salt, keys=seq.keys, skip=seq.skip_prefix)
-        wanted = self.cache.pages_for(min(seq.length + self.cache.page_size, seq.max_len)) - len(lease.pages)
-        if self.running and wanted > self.cache.available - len(self.running):
+        length = min(seq.length + self.cache.page_size, seq.max_len - 1)  # the last token is never computed
+        if self.cache.pages_for(length) - len(lease.pages) > self.cache.available - len(self.running):
             self.cache.release(lease)
             self._refused = (seq, room)
             return False
         grown = self.cache.grow(lease, seq.length)
         assert grown, "alone, every sequence fits"
         self._refused = None
-        seq.lease, seq.computed, seq.slot = lease, lease.length, self._slots.pop()
+        seq.lease, seq.slot = lease, self._slots.pop()
+        seq.computed = seq.checked = lease.length
         if seq.num_cached is None:
             seq.num_cached = lease.length
         self.waiting.remove(seq)
@@ -226,9 +227,14 @@ class Scheduler:
         self.preemptions += 1
         plan.preempted.append(seq)
 
+    def _share(self, seq: Sequence) -> None:
+        """Let others find what of the sequence is computed and in order."""
+        assert seq.lease is not None
+        self.cache.commit(seq.lease, seq.tokens, min(seq.checked, seq.computed))
+
     def _leave(self, seq: Sequence) -> None:
+        self._share(seq)
         assert seq.lease is not None and seq.slot is not None
-        self.cache.commit(seq.lease, seq.tokens, min(seq.computed, len(seq.tokens)))
         self.cache.release(seq.lease)
         self.running.remove(seq)
         self._slots.append(seq.slot)

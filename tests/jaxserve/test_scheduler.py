@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.scheduler import Plan, Scheduler
+from jaxserve.scheduler import Chunk, Plan, Scheduler
 from jaxserve.sequence import Sequence
 from kv import KVCache
 
@@ -28,14 +28,14 @@ def expected(prompt: list[int], max_len: int, stops: bool) -> list[int]:
 
 @dataclass
 class Engine:
-    """Runs plans on a device that remembers which prefix was written where; reads samples `depth` steps late."""
+    """Runs plans on a device that remembers what was written where; reads samples `depth` steps late."""
 
     scheduler: Scheduler
     depth: int = 0
     stops: bool = False  # STOP ends a sequence
     device: dict[tuple[int, int], int] = field(default_factory=dict)
     texts: dict[Sequence, list[int]] = field(default_factory=dict)  # with the samples not read yet
-    unread: deque[list[Sequence]] = field(default_factory=deque)
+    unread: deque[list[Chunk]] = field(default_factory=deque)
 
     def step(self) -> Plan:
         decoding = [seq for seq in self.scheduler.running if seq.owed == 1]
@@ -46,6 +46,11 @@ class Engine:
         served = [chunk.seq for chunk in plan.chunks]
         assert sum(chunk.count for chunk in plan.chunks) <= self.scheduler.max_num_batched_tokens
         assert len(set(served)) == len(served)
+        assert not {*plan.preempted} & {*plan.admitted}
+        sampling = {chunk.seq for chunk in plan.chunks if chunk.samples}
+        assert all(seq.in_flight == (seq in sampling) for seq in plan.admitted), (
+            "came back with unread samples"
+        )
         assert all(seq in served or seq in plan.preempted for seq in decoding)
         if self.scheduler.policy == "fcfs":
             assert not (pages_suffice and plan.preempted)
@@ -62,7 +67,7 @@ class Engine:
         return sum(cache.pages_for(seq.computed + 1) - len(seq.lease.pages) for seq in decoding)
 
     def _launch(self, plan: Plan) -> None:
-        cache, sampled = self.scheduler.cache, []
+        cache = self.scheduler.cache
         for seq, start, count, samples in plan.chunks:
             text = self.texts.setdefault(seq, list(seq.tokens))
             assert text[: len(seq.tokens)] == seq.tokens
@@ -82,16 +87,16 @@ class Engine:
                 assert self.device[place] == prefix, "reads what another sequence wrote"
             if samples:
                 text.append(next_token(text))
-                sampled.append(seq)
-        self.unread.append(sampled)
+        self.unread.append(plan.chunks)
 
     def read(self) -> None:
-        for seq in self.unread.popleft() if self.unread else ():
-            token = self.texts[seq][len(seq.tokens)]
-            if self.scheduler.received(seq, token) and (
-                len(seq.tokens) == seq.max_len or (self.stops and token == STOP)
-            ):
-                self.scheduler.finish(seq)
+        for seq, start, count, samples in self.unread.popleft() if self.unread else ():
+            token = self.texts[seq][len(seq.tokens)] if samples else None
+            alive = not seq.done if token is None else self.scheduler.received(seq, token)
+            if alive:
+                seq.checked = max(seq.checked, start + count)
+                if len(seq.tokens) == seq.max_len or (self.stops and token == STOP):
+                    self.scheduler.finish(seq)
 
     def check_pages(self) -> None:
         scheduler, cache = self.scheduler, self.scheduler.cache
@@ -164,7 +169,7 @@ ARRIVALS = st.lists(
     seqs=st.integers(1, 5),
     budget=st.integers(0, 20),
     policy=st.sampled_from(["fcfs", "priority"]),
-    depth=st.integers(0, 1),
+    depth=st.integers(0, 2),
     stops=st.booleans(),
     caching=st.booleans(),
 )
@@ -220,7 +225,7 @@ def test_beside_a_huge_prefill_short_prompts_get_in_and_decodes_go_on(depth):
     world.step()
     huge = sequence([7] * 131_072, new=1)
     world.scheduler.add(huge)
-    world._launch = lambda plan: world.unread.append([c.seq for c in plan.chunks if c.samples])
+    world._launch = lambda plan: world.unread.append(plan.chunks)
     world.texts = {seq: [0] * 131_073 for seq in [*decoding, huge]}
     for _ in range(10):
         short, medium = sequence([8] * 100, new=1), sequence([9] * 600, new=1)
@@ -243,6 +248,60 @@ def test_equal_prompts_are_finished_one_after_the_other():
     world.scheduler.add(second)
     assert [(c.seq, c.count) for c in world.step().chunks] == [(first, 40)]
     assert [(c.seq, c.count) for c in world.step().chunks] == [(first, 20), (second, 20)]
+
+
+def test_a_short_prompt_does_not_pass_a_higher_priority():
+    world = engine(seqs=4, budget=40, policy="priority")
+    for seq in (long := sequence([1] * 60), sequence([2] * 8, priority=1)):
+        world.scheduler.add(seq)
+    assert [(c.seq, c.count) for c in world.step().chunks] == [(long, 40)]
+
+
+def test_a_prompt_that_is_half_computed_gives_way_to_a_decoding_sequence():
+    world = engine(pages=14, page_size=4, seqs=2, budget=5)
+    old, young = sequence([1] * 5, new=40), sequence([2] * 30, new=2)
+    world.scheduler.add(old)
+    world.step()
+    world.scheduler.add(young)
+    world.scheduler.max_num_batched_tokens = 2
+    while not (plan := world.step()).preempted:
+        assert young.owed > 1
+    assert plan.preempted == [young] and [c.seq for c in plan.chunks] == [old]
+    world.drain(limit=100)
+
+
+def test_nobody_passes_a_preempted_sequence():
+    world = engine(pages=30, page_size=4, seqs=4, budget=4, policy="priority")
+    high, low = sequence([1] * 60, new=9), sequence([2] * 60, new=9, priority=1)
+    world.scheduler.add(low)
+    world.step()
+    world.scheduler.add(high)
+    assert world.step().preempted == [low]
+    high.priority = 1
+    world.scheduler.add(sequence([0] * 4, priority=1))
+    world.step()
+    assert world.scheduler.running == [high]
+
+
+def test_nobody_passes_a_preempted_sequence_whose_sample_is_unread():
+    scheduler = engine(pages=30, page_size=4, seqs=2, policy="priority").scheduler
+    low, high, small = (sequence(n, new=9, priority=p) for n, p in ((60, 1), (63, 0), (4, 1)))
+    plans = []
+    for seq in (low, high, small):
+        scheduler.add(seq)
+        plans.append(scheduler.schedule())
+    assert [plan.admitted for plan in plans] == [[low], [high], []]
+    assert plans[1].preempted == [low] and low.in_flight == 1
+
+
+@pytest.mark.parametrize("prompt, enters", [(20, True), (24, False)])
+def test_who_enters_leaves_a_page_for_itself_and_for_each_that_runs(prompt, enters):
+    world = engine(pages=10, page_size=4)
+    running, newcomer = sequence([1] * 8, new=9), sequence([2] * prompt, new=9)
+    world.scheduler.add(running)
+    world.step()
+    world.scheduler.add(newcomer)
+    assert (newcomer in world.step().admitted) == enters
 
 
 def test_a_long_prompt_that_waits_for_room_is_not_overtaken_for_ever():
@@ -286,6 +345,18 @@ def test_the_other_choices_wait_for_the_first_ones_prompt_and_share_it():
         world.scheduler.add(seq)
     assert [world.step().admitted for _ in range(3)] == [[first, late], [], others]
     assert [seq.num_cached for seq in (first, *others)] == [0, 16, 16]
+
+
+def test_only_what_was_read_and_in_order_is_shared():
+    scheduler = engine(budget=8).scheduler
+    broken = sequence(16)
+    scheduler.add(broken)
+    scheduler.schedule()
+    broken.checked = 8
+    scheduler.schedule()
+    assert scheduler.cache.match(broken.tokens).length == 8
+    scheduler.finish(broken)  # its second step is not in order
+    assert scheduler.cache.match(broken.tokens).length == 8
 
 
 def test_a_prompt_that_must_be_computed_skips_the_cache():
