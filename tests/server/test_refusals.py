@@ -63,10 +63,11 @@ async def test_what_would_have_no_effect_is_refused_by_name(client, engine, fiel
     "fields",
     [
         {"temperature": -1}, {"temperature": "hot"}, {"temperature": True}, {"top_p": 0}, {"top_p": 1e999},
-        {"top_k": -2}, {"top_k": 1.5}, {"n": 0}, {"n": 5_000_000}, {"n": 10**400}, {"seed": 2**64}, {"logit_bias": {"99999999": 1}},
-        {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"stop": [""]}, {"stop": ["a"] * 1000}, {"stop": [1]},
-        {"stop_token_ids": [10**9]}, {"stop_token_ids": [-1]}, {"allowed_token_ids": []},
-        {"allowed_token_ids": [10**9]}, {"bad_words": [""]}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_completion_tokens": 0}, {"min_tokens": -1},
+        {"top_k": -2}, {"top_k": 1.5}, {"n": 0}, {"n": 5_000_000}, {"n": 10**400}, {"seed": 2**64},
+        {"logit_bias": {"99999999": 1}}, {"logit_bias": {"x": 1}}, {"logit_bias": [1]}, {"stop": [""]},
+        {"stop": ["a"] * 1000}, {"stop": [1]}, {"stop_token_ids": [10**9]}, {"stop_token_ids": [-1]},
+        {"allowed_token_ids": []}, {"allowed_token_ids": [10**9]}, {"bad_words": [""]},
+        {"max_tokens": 0}, {"max_tokens": -5}, {"max_completion_tokens": 0}, {"min_tokens": -1},
         {"logprobs": 5}, {"presence_penalty": 9}, {"prompt_logprobs": 10**9}, {"truncate_prompt_tokens": 0},
     ],
 )  # fmt: skip
