@@ -1,7 +1,6 @@
 """GGUF blocks to float32, with the `gguf` package's own arithmetic, spread over the cores."""
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -32,8 +31,10 @@ def is_known(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-def dequantize(blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
-    """The values of contiguous `blocks` (uint8) as float32 of `shape`."""
+def dequantize(
+    blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...], pool: ThreadPoolExecutor
+) -> np.ndarray:
+    """The values of contiguous `blocks` (uint8) as float32 of `shape`, computed by the threads of `pool`."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     out = aligned_empty((math.prod(shape),), np.dtype(np.float32))
     rows = blocks.reshape(-1, block_bytes)
@@ -44,10 +45,5 @@ def dequantize(blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int,
         row = rows[start : start + step].reshape(1, -1)
         out[start * block : (start + step) * block] = dequantize_rows(row, kind)[0]
 
-    starts = range(0, len(rows), step)
-    if len(starts) == 1:
-        part(0)
-    else:
-        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as pool:
-            list(pool.map(part, starts))
+    list(pool.map(part, range(0, len(rows), step)))
     return out.reshape(shape)

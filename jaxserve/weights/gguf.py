@@ -1,7 +1,9 @@
 """GGUF files, whole or split, as Hugging Face tensors: renamed, dequantised, the converter's changes undone."""
 
+import os
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -37,8 +39,11 @@ class GGUFCheckpoint:
         for name, place in stored.items():
             if name not in UNUSED:
                 self._places[hugging_face_name(name, self._architecture.norms) or name] = place
+        self._pool = ThreadPoolExecutor(os.cpu_count(), "dequantize")
         factors = stored.get("rope_freqs.weight")
-        self.config = synthesize(whole, path, None if factors is None else tensor_values(*factors))
+        self.config = synthesize(
+            whole, path, None if factors is None else tensor_values(*factors, self._pool)
+        )
         self._heads = {
             "q_proj": self.config["num_attention_heads"],
             "k_proj": self.config["num_key_value_heads"],
@@ -68,7 +73,7 @@ class GGUFCheckpoint:
             )  # fmt: skip
         file.prefetch(info.offset, info.nbytes)
         heads = self._permuted_heads(name)
-        values = tensor_values(file, info, heads)
+        values = tensor_values(file, info, self._pool, heads)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(self._architecture.norm_offset)
         return values
@@ -115,7 +120,7 @@ def split_files(path: str) -> list[str]:
     return [str(file) for file in files]
 
 
-def tensor_values(file: MappedFile, info: TensorInfo, heads: int = 0) -> np.ndarray:
+def tensor_values(file: MappedFile, info: TensorInfo, pool: ThreadPoolExecutor, heads: int = 0) -> np.ndarray:
     """The tensor's values; with `heads`, the rows of each head from neighbouring pairs back to halves."""
     data = file.view(info.offset, info.nbytes)
     if heads:
@@ -130,4 +135,4 @@ def tensor_values(file: MappedFile, info: TensorInfo, heads: int = 0) -> np.ndar
         data = data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
     if info.type in VIEWS:
         return data.view(VIEWS[info.type]).reshape(info.shape)
-    return dequantize(data, info.type, info.shape)
+    return dequantize(data, info.type, info.shape, pool)

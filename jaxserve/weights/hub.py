@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
 from jaxserve.errors import CheckpointError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -24,6 +21,10 @@ def resolve(path: str, revision: str | None = None) -> str:
         return str(local)
     if not NAME.fullmatch(path) or path.endswith((".gguf", ".safetensors")):
         raise CheckpointError("no such file or folder; is the path right?", file=path)
+    # Half a second to import, and local checkpoints need none of it.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
     try:
         return huggingface_hub.snapshot_download(
             path, revision=revision, allow_patterns=NEEDED, ignore_patterns=UNNEEDED

@@ -52,7 +52,7 @@ def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = Tr
             for number, row in uses[name]:
                 array = _place(parts[number], row, tensor, dtype, checkpoint, name)
                 if array is not None:
-                    kept |= np.shares_memory(array, tensor)
+                    kept |= not array.flags.writeable  # the mapped file itself
                     done[number] = _to_device(array)
                     parts[number].stack = None
             if not kept:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxserve.weights.mapped import MappedFile
 GOLDEN = Path(__file__).parents[2] / "golden"
 TINY = GOLDEN / "formats" / "tiny.gguf"
 BLOCKS = np.load(GOLDEN / "formats" / "gguf_blocks.npz")
+POOL = ThreadPoolExecutor(2)
 TYPES = sorted(name.removesuffix(".bytes") for name in BLOCKS if name.endswith(".bytes"))
 
 
@@ -32,7 +34,7 @@ TYPES = sorted(name.removesuffix(".bytes") for name in BLOCKS if name.endswith("
     "kind", [pytest.param(k, marks=pytest.mark.supports("checkpoints", f"GGUF {k}")) for k in TYPES]
 )
 def test_blocks_dequantise_to_the_reference_values(kind):
-    values = dequantize(BLOCKS[f"{kind}.bytes"].reshape(-1), GGMLQuantizationType[kind], (6, 512))
+    values = dequantize(BLOCKS[f"{kind}.bytes"].reshape(-1), GGMLQuantizationType[kind], (6, 512), POOL)
     np.testing.assert_array_equal(values, BLOCKS[f"{kind}.dequant"])
 
 
@@ -40,7 +42,7 @@ def test_many_rows_in_many_pieces_equal_the_package_row_by_row():
     blocks = np.tile(BLOCKS["Q4_K.bytes"], (97, 1))
     expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
     np.testing.assert_array_equal(
-        dequantize(blocks.reshape(-1), GGMLQuantizationType.Q4_K, expected.shape), expected
+        dequantize(blocks.reshape(-1), GGMLQuantizationType.Q4_K, expected.shape, POOL), expected
     )
 
 
@@ -50,11 +52,11 @@ def test_a_file_of_every_type_gives_the_reference_values():
     for name, info in tensors.items():
         if f"{info.type.name}.dequant" in BLOCKS:
             np.testing.assert_array_equal(
-                tensor_values(file, info), BLOCKS[f"{info.type.name}.dequant"], name
+                tensor_values(file, info, POOL), BLOCKS[f"{info.type.name}.dequant"], name
             )
-    np.testing.assert_array_equal(tensor_values(file, tensors["f32.weight"]), BLOCKS["source"])
+    np.testing.assert_array_equal(tensor_values(file, tensors["f32.weight"], POOL), BLOCKS["source"])
     np.testing.assert_array_equal(
-        tensor_values(file, tensors["f16.weight"]), (BLOCKS["source"] / 64).astype(np.float16)
+        tensor_values(file, tensors["f16.weight"], POOL), (BLOCKS["source"] / 64).astype(np.float16)
     )
 
 
