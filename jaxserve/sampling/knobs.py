@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,18 @@ class Knobs:
     def has(self, bits: int) -> Array:
         """Rows with any of these flags."""
         return (self.flags & bits) != 0
+
+    def of_use(self, valid: Array) -> "Knobs":
+        """The same, asking nothing for rows that are not valid, and of a greedy row no filters."""
+        drawing = valid & (self.temperature > 0)
+        return replace(
+            self,
+            flags=jnp.where(valid, self.flags, 0),
+            temperature=jnp.where(drawing, self.temperature, 0),
+            top_p=jnp.where(drawing, self.top_p, 1),
+            min_p=jnp.where(drawing, self.min_p, 0),
+            top_k=jnp.where(drawing, self.top_k, 0),
+        )
 
 
 def needs_admit(params: SamplingParams) -> bool:

@@ -1,6 +1,6 @@
 """The sampler: one token for each row of a step, chosen on the device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,7 @@ def sample(
     What no valid row asks for does not run. A row's token depends on its own logits, knobs and slot only. A row
     that is not `finite` still has some token of the vocabulary.
     """
-    knobs = replace(
-        knobs,
-        flags=jnp.where(valid, knobs.flags, 0),
-        temperature=jnp.where(valid, knobs.temperature, 0),
-    )
+    knobs = knobs.of_use(valid)
     peak, likeliest = highest(logits)
     elaborate = jnp.any(knobs.has(SHAPING) | (knobs.temperature > 0))
     tokens = jax.lax.cond(elaborate, _choose, lambda *_: likeliest, logits, knobs, state, slots)

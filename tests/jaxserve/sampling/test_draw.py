@@ -47,6 +47,7 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
+@pytest.mark.supports("sampling", "temperature, top_p, top_k, min_p")
 @pytest.mark.parametrize(
     "given",
     [
@@ -91,6 +92,7 @@ def test_exponential_variates_are_never_zero_or_infinite():
     assert edges[0, 2] == pytest.approx(np.log(2))
 
 
+@pytest.mark.supports("sampling", "seeds: the same text in any batch")
 def test_the_same_seed_and_step_give_the_same_token_in_any_batch():
     rng = np.random.default_rng(0)
     kinds = [

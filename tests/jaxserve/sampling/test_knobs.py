@@ -43,6 +43,18 @@ def test_rows_without_a_request_ask_for_nothing():
     assert not np.any(knobs.flags) and not np.any(knobs.temperature) and np.all(np.asarray(knobs.top_p) == 1)
 
 
+def test_rows_without_a_token_to_choose_and_greedy_rows_ask_for_no_filters():
+    params = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1}
+    kinds = [SamplingParams(**params), SamplingParams(**params), SamplingParams(**params, temperature=0)]
+    flat = jax.numpy.asarray(pack_knobs([(kind, 0, 0) for kind in kinds], 3))
+    knobs = unpack_knobs(flat, 3).of_use(jax.numpy.array([True, False, True]))
+    np.testing.assert_array_equal(np.asarray(knobs.top_p), [0.5, 1, 1])
+    np.testing.assert_array_equal(np.asarray(knobs.top_k), [3, 0, 0])
+    np.testing.assert_array_equal(np.asarray(knobs.min_p) > 0, [True, False, False])
+    np.testing.assert_array_equal(np.asarray(knobs.temperature), [1, 0, 0])
+    np.testing.assert_array_equal(np.asarray(knobs.flags), [PENALTIES, 0, PENALTIES])
+
+
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**32, 2**63 - 1, -(2**63), 2**63 + 5])
 def test_all_64_bits_of_a_seed_arrive(seed):
     low, high = knobs_of(SamplingParams(), seed).seed[0]

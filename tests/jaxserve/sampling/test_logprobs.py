@@ -15,6 +15,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+@pytest.mark.supports("sampling", "logprobs and prompt_logprobs")
 @pytest.mark.parametrize("width", [12, VOCAB, 50257])
 def test_score_gives_logprob_rank_and_the_likeliest_of_each_target(width):
     rng = np.random.default_rng(0)

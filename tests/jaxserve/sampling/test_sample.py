@@ -17,6 +17,7 @@ def greedy(**fields) -> SamplingParams:
     return SamplingParams(temperature=0, **fields)
 
 
+@pytest.mark.supports("sampling", "greedy")
 def test_temperature_0_takes_the_most_likely_and_the_first_of_equals():
     logits = peaked(np.random.default_rng(0), 4)
     logits[3, [9, 40]] = 50
@@ -29,6 +30,7 @@ def test_a_very_low_temperature_is_stable():
     assert Sampler().token(logits, SamplingParams(temperature=1e-4)) == logits.argmax()
 
 
+@pytest.mark.supports("sampling", "repetition, presence and frequency penalties")
 @pytest.mark.parametrize(
     "given",
     [
@@ -81,6 +83,7 @@ def test_counts_stop_growing_before_they_overflow():
         assert sampler.token(ramp(5, 6, 7, 8, 9), params, n_out=n_out) != 5
 
 
+@pytest.mark.supports("sampling", "logit_bias")
 def test_logit_bias_is_added():
     params = greedy(logit_bias={7: 0.4, 5: -0.6})
     sampler = Sampler()
@@ -91,6 +94,7 @@ def test_logit_bias_is_added():
     assert sampler.token(ramp(5, 6, 7), params) == 7
 
 
+@pytest.mark.supports("sampling", "allowed_token_ids")
 def test_only_allowed_tokens_are_chosen():
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=5, allowed_token_ids=[3, 400, 77], repetition_penalty=1.5)
@@ -100,6 +104,7 @@ def test_only_allowed_tokens_are_chosen():
     assert tokens == {3, 77, 400}
 
 
+@pytest.mark.supports("sampling", "bad_words")
 def test_a_bad_word_is_never_completed():
     params = greedy(bad_words=["a", "b", "c"])
     sampler = Sampler()
@@ -118,6 +123,7 @@ def test_bad_words_are_looked_for_in_the_output_only():
     assert sampler.token(ramp(7, 8), params) == 7
 
 
+@pytest.mark.supports("sampling", "min_tokens, ignore_eos, stop_token_ids")
 def test_neither_eos_nor_stop_tokens_come_before_min_tokens():
     params = greedy(min_tokens=2, stop_token_ids=[6])
     sampler = Sampler()
@@ -136,6 +142,7 @@ def test_when_every_allowed_token_is_masked_the_likeliest_allowed_is_taken():
     assert out.tokens[0] == 7 and out.finite[0]
 
 
+@pytest.mark.supports("sampling", "NaN and Inf found, in their row only")
 @pytest.mark.parametrize(
     "params", [GREEDY, SamplingParams(top_p=0.9, top_k=40, min_p=0.01), greedy(presence_penalty=1)]
 )
@@ -189,6 +196,7 @@ def test_a_request_without_features_is_not_touched_by_its_slots_past():
     assert [sampler.token(ramp(5, 6), fresh, slot=3, n_out=n) for n in range(2)] == [5, 5]
 
 
+@pytest.mark.supports("sampling", "state restored after preemption")
 def test_after_preemption_the_state_is_what_it_was():
     rng = np.random.default_rng(5)
     params = SamplingParams(
@@ -208,6 +216,7 @@ def test_after_preemption_the_state_is_what_it_was():
         ]
 
 
+@pytest.mark.supports("sampling", "any mix of features in one compiled step")
 def test_no_mix_of_features_compiles_anew():
     sampler = Sampler()
     sampler.step(ramp(5), [None] * 4)
