@@ -50,6 +50,13 @@ def parts_from_gguf(path: str | Path) -> TokenizerParts:
         )  # fmt: skip
     tokens, types = metadata[f"{PREFIX}tokens"], metadata.get(f"{PREFIX}token_type")
     types = types or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            "a vocabulary without a type per token",
+            file=str(path),
+            expected=str(len(tokens)),
+            found=str(len(types)),
+        )
     backend = builders[kind](metadata, tokens, types, str(path))
     _add_special_tokens(backend, metadata, tokens, types, kind)
     named = {

@@ -7,7 +7,7 @@ the tokens are those of the same text with special tokens off, and text that spe
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, normalizers
@@ -43,7 +43,7 @@ class SpecialText:
             return self.defuse(value)
         if isinstance(value, list | tuple):
             return [self.defuse_all(item) for item in value]
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {self.defuse_all(key): self.defuse_all(item) for key, item in value.items()}
         return value
 

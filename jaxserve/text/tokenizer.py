@@ -36,6 +36,10 @@ class Tokenizer:
         self.chat_template = chat_template
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(index for index, token in self._added.items() if token.special)
+        # Only then could a normalizer (of case, of width) turn other text into a special token.
+        self._normalizes_special = backend.normalizer is not None and any(
+            token.special and token.normalized for token in self._added.values()
+        )
         self._bytes = TokenBytes(backend)
 
     @functools.cached_property
@@ -60,11 +64,9 @@ class Tokenizer:
 
         With `allow_special=False` the text of a special token is text like any other.
         """
-        text = str_of(text)
-        if not allow_special:
-            text = self._special_text.defuse(without_marks(text))
-            return self._encode_defused(text, add_special_tokens)
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if allow_special:
+            return _ids(self.backend, text, add_special_tokens)
+        return self._encode_defused(self._special_text.defuse(text), add_special_tokens)
 
     def encode_chat(
         self,
@@ -103,7 +105,7 @@ class Tokenizer:
         if not text:
             raise refusal("the chat template writes nothing for these messages")
         if special_in_content:
-            return self.backend.encode(text, add_special_tokens=False).ids, text
+            return _ids(self.backend, text, add_special_tokens=False), text
         return self._encode_defused(text, add_special_tokens=False), without_marks(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -140,8 +142,8 @@ class Tokenizer:
             (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
     def _encode_defused(self, text: str, add_special_tokens: bool) -> list[int]:
-        backend = self._defusing if is_defused(text) else self.backend
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        defused = self._normalizes_special or is_defused(text)
+        return _ids(self._defusing if defused else self.backend, text, add_special_tokens)
 
     def _defuse_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """What users and tools say must not write a template's other markers (such as <tool_response>) either.
@@ -171,13 +173,11 @@ class Tokenizer:
         return defusing(self.backend, self._template_text.spellings)
 
 
-def str_of(text: str) -> str:
-    """`text`, if the tokenizer can read it: lone surrogates (half a UTF-16 character) are no text."""
+def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        text.encode()
-    except UnicodeEncodeError as why:
-        raise RequestError(f"the text is not valid Unicode: {why.reason} at character {why.start}") from why
-    return text
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError as why:
+        raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair") from why
 
 
 def _variables(

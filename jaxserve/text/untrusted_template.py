@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.errors import RequestError
 from jaxserve.text.jinja_environment import compile_template, refusal, render_template
 
-CPU_SECONDS = 2
+CPU_SECONDS = 1
 WALL_SECONDS = 10  # the machine may be busy
 MEMORY_BYTES = 1 << 30  # address space, the interpreter included
 MAX_SOURCE, MAX_TEXT = 1 << 18, 1 << 22  # characters
@@ -35,7 +35,7 @@ def render_untrusted(source: str, variables: Mapping[str, Any]) -> str:
         answer = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as why:
         raise refusal(
-            f"the chat template did not finish within {CPU_SECONDS} seconds and {MEMORY_BYTES >> 20} MiB"
+            f"the chat template did not finish within {CPU_SECONDS} s of computing and {MEMORY_BYTES >> 20} MiB"
         ) from why
     if answer["refusal"] is not None:
         raise refusal(answer["refusal"])
