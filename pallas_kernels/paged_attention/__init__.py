@@ -1,6 +1,6 @@
 """paged_attention: grouped-query attention of any mix of new tokens over a paged cache."""
 
-from pallas_kernels.op import Op
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.op import Kernel, Op
+from pallas_kernels.paged_attention import reference, tpu
 
-paged_attention = Op(reference.paged_attention)
+paged_attention = Op(reference.paged_attention, tpu=Kernel("tpu", tpu.paged_attention))

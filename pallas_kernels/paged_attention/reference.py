@@ -32,12 +32,13 @@ class Partial(NamedTuple):
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    pages: Float[Array, "pages K page 2*H"],
+    pages: Float[Array, "*L pages K page 2*H"],
     page_table: Int[Array, "B P"],
     q_starts: Int[Array, "B+1"],
     kv_lens: Int[Array, "B"],
     *,
     scale: float,
+    layer: Int[Array, ""] | None = None,
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
@@ -47,12 +48,14 @@ def paged_attention(
     Rows q_starts[b]:q_starts[b+1] of `q` are the last tokens of sequence b, whose `kv_lens[b]` keys
     and values (these tokens' own included) lie in the pages that row b of `page_table` names, side by side on the
     last axis. Query head n uses kv head n // (N / K). `T == B` promises at most one row a
-    sequence, sequence b's at row b.
+    sequence, sequence b's at row b. With `layer`, `pages` is the stack of all layers' pages, [L, pages, K, page, 2H].
 
     A query at position p sees positions p - window < s <= p (`window` None or <= 0: all up to p). `soft_cap` bends the
     scores to cap * tanh(score / cap) (Gemma 2). `sinks` adds one more score a head to the softmax, without
     a value (gpt-oss). Scores and sums are float32; rows of no sequence come back as anything finite.
     """
+    if layer is not None:
+        page_table, pages = page_table + layer * pages.shape[1], pages.reshape(-1, *pages.shape[2:])
     (t, n, h), (b, k) = q.shape, (kv_lens.shape[0], pages.shape[1])
     full = None if window is None else jnp.where(jnp.asarray(window) > 0, window, np.int32(2**30))
     form = Form(pages, scale, full, soft_cap)
@@ -162,10 +165,26 @@ def _block(form, q_BKRH, positions, kv_lens, page_table, pages_at_once, i, state
     return Partial(top, state.weight * shrink + jnp.sum(weights, -1), state.sums * shrink[..., None] + sums)
 
 
-def cost(q: Array, pages: Array, page_table: Array, q_starts: Array, kv_lens: Array) -> tuple[int, int]:
-    """(floating-point operations, bytes to and from HBM) of one call with these lengths, no window."""
-    (_, n, h), (_, k, _, w) = q.shape, pages.shape
+def cost(
+    q: Array,
+    pages: Array,
+    page_table: Array,
+    q_starts: Array,
+    kv_lens: Array,
+    *,
+    window: int | None = None,
+    **_,
+) -> tuple[int, int]:
+    """(floating-point operations, bytes to and from HBM) of one call with these lengths.
+
+    Every key and value that some row sees is read once; scores that no row sees are not computed.
+    """
+    (_, n, h), (k, _, w) = q.shape, pages.shape[-3:]
     new, lens = np.diff(np.asarray(q_starts)), np.asarray(kv_lens)
-    pairs = int(np.sum(new * lens - new * (new - 1) // 2))
-    cache = int(np.sum(np.where(new > 0, lens, 0))) * k * w * pages.dtype.itemsize
+    seen = np.concatenate([np.arange(s - r + 1, s + 1) for r, s in zip(new, lens, strict=True)])
+    span = np.where(new > 0, lens, 0)
+    if window is not None and window > 0:
+        seen, span = np.minimum(seen, window), np.minimum(span, window + new - 1)
+    pairs = int(np.sum(seen))
+    cache = int(np.sum(span)) * k * w * pages.dtype.itemsize
     return 4 * pairs * n * h, cache + 2 * int(np.sum(new)) * n * h * q.dtype.itemsize

@@ -1,0 +1,59 @@
+"""What each TPU generation can do, per JAX device, with the source of every figure."""
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published figures of one JAX device: a chip, but half a chip (one TensorCore) on TPU7x."""
+
+    name: str
+    device_kinds: tuple[str, ...]  # how JAX calls it
+    topology: str  # the smallest one the compiler knows by name, to compile for it without having it
+    cores: int  # TensorCores that share this device; a "parallel" grid dimension is split over them
+    bf16: float  # floating-point operations a second
+    int8: float  # operations a second, 0 where the matrix unit has no such mode
+    fp8: float  # floating-point operations a second, 0 where the matrix unit has no such mode
+    hbm_bandwidth: float  # bytes a second
+    hbm_bytes: float
+    vmem_bytes: int  # per TensorCore
+    smem_bytes: int  # per TensorCore
+    source: str
+
+    def floor(self, flops: float, nbytes: float) -> float:
+        """The seconds that no implementation with BF16 products can beat."""
+        return max(flops / self.bf16, nbytes / self.hbm_bandwidth)
+
+
+_DOCS = "docs.cloud.google.com/tpu/docs/"
+_MIB = 1 << 20
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 1, 197e12, 394e12, 0.0, 819e9, 16e9, 128 * _MIB, _MIB,
+            f"{_DOCS}v5e: 197 TFLOP/s, 393 TOP/s int8, 819 GB/s, 16 GB; VMEM and SMEM: jax._src.tpu_info",
+        ),
+        Chip(
+            "v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 2, 459e12, 918e12, 0.0, 2765e9, 95 * 2.0**30, 64 * _MIB, _MIB,
+            f"{_DOCS}v5p: 459 TFLOP/s, 2765 GB/s, 95 GiB; int8: jax-ml.github.io/scaling-book; VMEM: jax._src.tpu_info",
+        ),
+        Chip(
+            "v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 1, 918e12, 1836e12, 918e12, 1638e9, 32e9, 128 * _MIB, _MIB,
+            f"{_DOCS}v6e: 918 TFLOP/s, 1836 TOP/s int8, 32 GB, 1638 GB/s; VMEM: jax._src.tpu_info",
+        ),
+        Chip(
+            "tpu7x", ("TPU7x",), "tpu7x:2x2x1", 1, 1153.5e12, 0.0, 2307e12, 3685e9, 96e9, 64 * _MIB, _MIB,
+            f"{_DOCS}tpu7x, halved for one of its two devices: 2307 TFLOP/s, 4614 fp8, 192 GB, 7.37 TB/s",
+        ),
+    )
+}  # fmt: skip
+
+
+def ambient() -> Chip:
+    """The chip of the ambient mesh or of the default device; v5e where neither is a TPU (the interpreter)."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device else jax.devices()[0].device_kind
+    return next((chip for chip in CHIPS.values() if kind in chip.device_kinds), CHIPS["v5e"])

@@ -1,0 +1,241 @@
+"""paged_attention on TPU: one kernel over a flat list of (tile of query rows, sequence) pairs.
+
+A tile is `rows` consecutive tokens of all sequences laid end to end, with all their heads; a pair is the part
+of a tile that belongs to one sequence. For every pair the kernel walks over the sequence's keys in
+blocks of pages, which it copies from HBM itself, always one block ahead, across pairs too. Softmax is
+the online one, in base 2. Sequences with one new token are tiles of one row.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import chip, tuning
+from pallas_kernels.op import Unfit
+from pallas_kernels.paged_attention import tpu_body
+from pallas_kernels.paged_attention.tpu_body import LANES, Pairs, Static
+
+BLOCK_BYTES = 2 << 20  # of keys and values fetched at once: long enough to hide the latency of the next copy
+SCORE_ROWS = 256  # query rows multiplied at once with a block of keys
+
+
+class Blocks(NamedTuple):
+    """How the work is cut: `rows` tokens a tile where sequences bring many, `keys` fetched at once."""
+
+    rows: int
+    keys: int
+
+
+def paged_attention(
+    q,
+    pages,
+    page_table,
+    q_starts,
+    kv_lens,
+    *,
+    scale,
+    layer=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    blocks=None,
+):
+    """See `reference.paged_attention`. Heads of 64, 128, 192 or 256; pages of 16 tokens (float32: 8) or more."""
+    if layer is None:
+        pages, layer = pages[None], np.int32(0)
+    t, b = q.shape[0], kv_lens.shape[0]
+    _check(q, pages, page_table)
+    blocks = _blocks(q, pages, page_table, b, blocks)
+    call = functools.partial(
+        _launch, pages, page_table, layer, window, sinks,
+        form=tpu_body.Form(scale=scale, soft_cap=soft_cap, windowed=window is not None), keys=blocks.keys,
+    )  # fmt: skip
+    lens, new = kv_lens, q_starts[1:] - q_starts[:-1]
+    if t == b:
+        return call(q, _one_row_pairs(lens, window, blocks.keys), rows=1)
+    many = jnp.where(new > 1, lens, 0) if b > 1 else lens
+    out = call(q, _pairs(t, q_starts, lens, many, window, blocks), rows=blocks.rows)
+    if b == 1:
+        return out
+    at = jnp.where(new == 1, q_starts[:-1], t)
+    ones = _one_row_pairs(jnp.where(new == 1, lens, 0), window, blocks.keys)
+    return out.at[at].set(call(q.at[at].get(mode="clip"), ones, rows=1), mode="drop")
+
+
+def _check(q, pages, page_table) -> None:
+    """Refuse what the tiles of the chip do not fit."""
+    h, (page, width) = q.shape[-1], pages.shape[-2:]
+    smallest = 32 // pages.dtype.itemsize
+    if q.dtype != pages.dtype or pages.dtype not in (jnp.bfloat16, jnp.float32):
+        raise Unfit(
+            f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16 or both float32"
+        )
+    if width % LANES or h > 256:
+        raise Unfit(
+            f"head size {h}: keys and values of a token must fill whole rows of 128; use 64, 128, 192 or 256"
+        )
+    if page % smallest or (page % LANES and LANES % page):
+        raise Unfit(f"page size {page} of {pages.dtype}: use a power of two from {smallest}")
+    if page_table.size * 4 > chip.ambient().smem_bytes // 2:
+        raise Unfit(
+            f"a page table of {page_table.shape} fills the scalar memory; use larger pages than {page}"
+        )
+
+
+def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> Blocks:
+    """The given blocks, or the tuned ones of the nearest shape, or two megabytes of keys."""
+    (t, n, _), (_, _, k, page, width), here = q.shape, pages.shape, chip.ambient()
+    row_bytes = k * width * pages.dtype.itemsize
+    context = page_table.shape[1] * page
+    key = {
+        "rows": t // b,
+        "context": context,
+        "heads": n,
+        "kv_heads": k,
+        "width": width,
+        "row_bytes": row_bytes,
+    }
+    found = blocks or tuning.nearest("paged_attention", here, key) or _rule(t // b, n, row_bytes)
+    unit = math.lcm(page, LANES)
+    keys = min(found["keys"], context)
+    return Blocks(
+        found["rows"], max(unit, -(-keys // unit) * unit if keys < found["keys"] else keys // unit * unit)
+    )
+
+
+def _rule(rows: int, heads: int, row_bytes: int) -> dict[str, int]:
+    tile = 1 << max(rows - 1, 0).bit_length()
+    return {"rows": min(max(tile, 16), max(16, 8192 // heads)), "keys": BLOCK_BYTES // row_bytes}
+
+
+def _one_row_pairs(lens: Array, window, keys: int) -> Pairs:
+    """Sequence b's one row is tile b."""
+    b = lens.shape[0]
+    at = jnp.arange(b, dtype=jnp.int32)
+    return _finished(Pairs(at, at, at, at + 1, lens - 1 - at, lens, lens, lens), window, keys)
+
+
+def _pairs(t: int, q_starts: Array, kv_lens: Array, seen: Array, window, blocks: Blocks) -> Pairs:
+    """Cut the T rows at every tile and at every sequence; sequences with `seen` 0 are passed over."""
+    b, tiles = kv_lens.shape[0], -(-t // blocks.rows)
+    starts = jnp.arange(tiles, dtype=jnp.int32) * blocks.rows
+    first = jnp.sort(jnp.concatenate([starts, q_starts]))
+    end = jnp.append(first[1:], tiles * blocks.rows)
+    seq = jnp.searchsorted(q_starts, first, side="right").astype(jnp.int32) - 1
+    real = (seq < b) & (end > first)
+    seq = jnp.minimum(seq, b - 1)
+    shift = kv_lens[seq] - q_starts[seq + 1]
+    length = jnp.where(real & (seen[seq] > 0), shift + end, 0)
+    tile = jnp.minimum(first // blocks.rows, tiles - 1)
+    return _finished(Pairs(tile, seq, first, end, shift, length, length, length), window, blocks.keys)
+
+
+def _finished(pairs: Pairs, window, keys: int) -> Pairs:
+    """`pairs` with the first block that each needs, and the next pair that needs any; one more at the end."""
+    count = pairs.tile.shape[0]
+    low = jnp.zeros_like(pairs.length)
+    if window is not None:
+        low = jnp.maximum(pairs.first + pairs.shift - _keys_seen(window) + 1, 0) // keys
+    needs = jnp.where(pairs.length > 0, jnp.arange(count, dtype=jnp.int32), count)
+    from_here = lax.cummin(needs, reverse=True)
+    pairs = pairs._replace(low=low, next=jnp.append(from_here[1:], np.int32(count)))
+    return Pairs(
+        *(jnp.append(column, column.dtype.type(count if i == 7 else 0)) for i, column in enumerate(pairs))
+    )
+
+
+def _keys_seen(window) -> Array:
+    window = jnp.asarray(window, jnp.int32)
+    return jnp.where(window > 0, window, np.int32(2**30))
+
+
+def _launch(pages, page_table, layer, window, sinks, q, pairs: Pairs, *, form, rows: int, keys: int) -> Array:
+    """Attention of `q` in tiles of `rows` tokens -> [T, N, H]."""
+    (t, n, h), (_, _, k, page, width) = q.shape, pages.shape
+    g, tiles, here = n // k, -(-t // rows), chip.ambient()
+    q_tiles, height = _tiled(q, k, rows, width)
+    at_once = (
+        (k, height) if rows == 1 else (1, max(i for i in range(8, SCORE_ROWS + 1, 8) if height % i == 0))
+    )
+    static = Static(form, rows, keys, page, page_table.shape[1], k, height, h, width, *at_once)
+    cores = min(here.cores, tiles)
+    scalars = (
+        _shares(pairs, cores, keys),
+        jnp.stack([jnp.asarray(layer, jnp.int32), _keys_seen(0 if window is None else window)]),
+        page_table.reshape(-1),
+        *pairs,
+    )
+    out_width = q_tiles.shape[-1]
+    tile_spec = pl.BlockSpec(
+        (1, k, height, out_width), functools.partial(_tile_of, count=pairs.tile.shape[0] - 1)
+    )
+    inputs, specs = [q_tiles], [tile_spec]
+    if sinks is not None:
+        inputs.append(_tiled_sinks(sinks, k, rows, height))
+        specs.append(pl.BlockSpec((k, height, LANES), lambda *_: (0, 0, 0)))
+    out = pl.pallas_call(
+        functools.partial(tpu_body.body, static, len(scalars), sinks is not None),
+        out_shape=jax.ShapeDtypeStruct(q_tiles.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(cores, pairs.tile.shape[0] - 1),
+            in_specs=[*specs, pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=tile_spec,
+            scratch_shapes=tpu_body.scratch(static, pages.dtype),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=here.vmem_bytes * 7 // 8
+        ),
+        name=f"paged_attention_{rows}",
+    )(*scalars, *inputs, pages)
+    return _untiled(out, t, n, g, rows, h)
+
+
+def _tile_of(core, step, shares, _options, _table, tile, *_, count: int):
+    """The tile of this core's pair; past its last one, the same again, so that nothing is copied."""
+    return tile[jnp.minimum(jnp.minimum(shares[core] + step, shares[core + 1] - 1), count - 1)], 0, 0, 0
+
+
+def _shares(pairs: Pairs, cores: int, keys: int) -> Array:
+    """The first pair of each core, and the end: whole tiles, at least one each, about the same number of blocks."""
+    count = pairs.tile.shape[0] - 1
+    if cores == 1:
+        return jnp.array([0, count], jnp.int32)
+    tile = pairs.tile[:count]
+    blocks = jnp.where(pairs.length > 0, pl.cdiv(pairs.length, keys) - pairs.low, 0)[:count]
+    before = jnp.cumsum(blocks) - blocks
+    opens = jnp.append(np.bool_(False), tile[1:] != tile[:-1])
+    distance = jnp.where(opens, jnp.abs(2 * before - jnp.sum(blocks)), np.int32(2**30))
+    return jnp.stack([np.int32(0), jnp.argmin(distance).astype(jnp.int32), np.int32(count)])
+
+
+def _tiled(q: Array, k: int, rows: int, width: int) -> tuple[Array, int]:
+    """[tiles, K, G * rows, H], the rows of a tile head by head; heads that do not fill 128 lanes become [q | 0]."""
+    t, n, h = q.shape
+    g, tiles = n // k, -(-t // rows)
+    q = jnp.pad(q, ((0, tiles * rows - t), (0, 0), (0, 0))).reshape(tiles, rows, k, g, h)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(tiles, k, g * rows, h)
+    height = -(-g * rows // 8) * 8
+    lanes = h if h % LANES == 0 else width
+    return jnp.pad(q, ((0, 0), (0, 0), (0, height - g * rows), (0, lanes - h))), height
+
+
+def _untiled(out: Array, t: int, n: int, g: int, rows: int, h: int) -> Array:
+    tiles, k = out.shape[:2]
+    out = out[:, :, : g * rows, -h:].reshape(tiles, k, g, rows, h)
+    return out.transpose(0, 3, 1, 2, 4).reshape(tiles * rows, n, h)[:t]
+
+
+def _tiled_sinks(sinks: Array, k: int, rows: int, height: int) -> Array:
+    """[K, G * rows, 128] float32, in base 2 as the kernel's scores."""
+    sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(k, -1) * math.log2(math.e), rows, axis=1)
+    sinks = jnp.pad(sinks, ((0, 0), (0, height - sinks.shape[1])))
+    return jnp.broadcast_to(sinks[..., None], (k, height, LANES))
