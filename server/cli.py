@@ -141,6 +141,11 @@ def _add_convert(commands) -> None:
     )
     parser.add_argument("src", metavar="SRC", help=_MODEL_HELP)
     parser.add_argument("dst", metavar="DST", help="a new folder")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="of the stored weights (default: the checkpoint's)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
 
 
 def _add_model(parser: Parser) -> None:
@@ -222,7 +227,7 @@ def _convert(args: argparse.Namespace) -> None:
     source = resolve_demo(args.src)
     from jaxserve.weights import convert
 
-    convert(source, args.dst)
+    convert(source, args.dst, args.dtype, args.overwrite)
 
 
 def _bench(argv: list[str]) -> int:
