@@ -136,11 +136,10 @@ class Scheduler:
         passed: the room is its own. Returns the tokens spent.
         """
         first, left = prefilling[0], spare
-        crowded = not self._slots or any(seq.num_cached is not None for seq in self.waiting[:1])
-        queue = [] if crowded else islice(self.waiting, self.max_num_seqs)
+        full = bool(plan.preempted) or any(seq.num_cached is not None for seq in self.waiting[:1])
         shorter = [
             seq
-            for seq in (*prefilling[1:], *queue)
+            for seq in (*prefilling[1:], *islice(self.waiting, self.max_num_seqs))
             if seq.owed < first.owed and self._rank(seq)[0] <= self._rank(first)[0] and self._ready(seq)
         ]
         for seq in sorted(shorter, key=lambda seq: seq.owed):
@@ -148,8 +147,9 @@ class Scheduler:
                 break
             if seq.slot is not None:
                 prefilling.remove(seq)
-            elif not self._admit(seq, plan):
-                break
+            elif full or not self._admit(seq, plan):
+                full = True
+                continue
             left -= self._take(seq, min(seq.owed, left), plan)
         return spare - left
 

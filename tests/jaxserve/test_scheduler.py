@@ -250,6 +250,15 @@ def test_equal_prompts_are_finished_one_after_the_other():
     assert [(c.seq, c.count) for c in world.step().chunks] == [(first, 20), (second, 20)]
 
 
+def test_a_shorter_prompt_inside_is_served_though_one_outside_finds_no_room():
+    world = engine(pages=40, page_size=4, seqs=2, budget=40)
+    long, inside, outside = sequence([1] * 90), sequence([2] * 50), sequence([0] * 8)
+    for newcomers in ([long, inside], [outside]):
+        for seq in newcomers:
+            world.scheduler.add(seq)
+        assert [(c.seq, c.count) for c in world.step().chunks] == [(inside, 20), (long, 20)]
+
+
 def test_a_short_prompt_does_not_pass_a_higher_priority():
     world = engine(seqs=4, budget=40, policy="priority")
     for seq in (long := sequence([1] * 60), sequence([2] * 8, priority=1)):
@@ -357,6 +366,23 @@ def test_only_what_was_read_and_in_order_is_shared():
     assert scheduler.cache.match(broken.tokens).length == 8
     scheduler.finish(broken)  # its second step is not in order
     assert scheduler.cache.match(broken.tokens).length == 8
+
+
+def test_what_was_in_order_before_a_preemption_must_be_so_again():
+    scheduler = engine(pages=10, page_size=4, seqs=1, budget=8, policy="priority").scheduler
+    low, high = sequence([1] * 32, priority=1), sequence([2] * 39, new=1)
+    scheduler.add(low)
+    for end in (8, 16):
+        scheduler.schedule()
+        low.checked = end
+    scheduler.add(high)
+    assert scheduler.schedule().preempted == [low]  # and all its pages are evicted
+    scheduler.finish(high)
+    scheduler.schedule()
+    assert (low.computed, low.checked) == (8, 0)
+    low.checked = 16  # a step from before, read late
+    scheduler.schedule()
+    assert scheduler.cache.match(low.tokens).length == 8
 
 
 def test_a_prompt_that_must_be_computed_skips_the_cache():
