@@ -42,9 +42,9 @@ class EngineConfig:
         "most new tokens computed in one step (longer prompts go in chunks)",
         aliases=("--chunked-prefill-size",),
     )
-    gpu_memory_utilization: float = setting(
-        0.5,
-        "fraction of the device's free memory that weights and cache may fill",
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "fraction of the device's free memory that weights and cache may fill (default: 0.9, on CPU 0.15)",
         aliases=("--mem-fraction-static",),
     )
     kv_cache_memory_bytes: int | None = setting(
@@ -91,10 +91,9 @@ class EngineConfig:
             raise ConfigError(f"max_num_queued_reqs={self.max_num_queued_reqs} must not be negative")
         if not 0 <= self.max_logprobs <= 20:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and 20")
-        if not (math.isfinite(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1"
-            )
+        share = self.gpu_memory_utilization
+        if share is not None and not (math.isfinite(share) and 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization={share} must be above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

@@ -12,7 +12,9 @@ class ConfigError(JaxserveError):
 class CheckpointError(JaxserveError):
     """A checkpoint that cannot be read: names the tensor, the file, what was expected and what was found."""
 
-    def __init__(self, problem: str, *, tensor: str = "", file: str = "", expected: str = "", found: str = ""):
+    def __init__(
+        self, problem: str, *, tensor: str = "", file: str = "", expected: str = "", found: str = ""
+    ):
         self.tensor, self.file, self.expected, self.found = tensor, file, expected, found
         details = [
             f"{name} {value}"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxserve.sampling.params import SamplingParams
 
 
@@ -15,6 +17,7 @@ class Request:
     prompt: str | None = None  # the text, when there was one; only handed back
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
+    hidden_states: bool = False  # hand back the last layer's states of the prompt
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,13 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None  # one dict a token: the sampled one first, then the top ones
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # on the choice's first delta, when asked for
+    logprobs: list[dict[int, Logprob]] | None = (
+        None  # one dict a token: the sampled one first, then the top ones
+    )
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+        None  # on the choice's first delta, when asked for
+    )
+    hidden_states: np.ndarray | None = None  # float32 [prompt tokens, D], on the first delta, when asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -67,5 +75,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    hidden_states: np.ndarray | None = None
     finished: bool = True
     num_cached_tokens: int = 0

@@ -1,0 +1,278 @@
+"""AsyncLLM: the engine on a thread of its own, its deltas as asynchronous streams."""
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass, fields
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, Self
+
+from prometheus_client import CollectorRegistry
+
+from jaxserve.build import build
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineError, OverloadedError, RequestError
+from jaxserve.metrics import Metrics
+from jaxserve.request import Delta, Request
+
+log = logging.getLogger(__name__)
+STALLED_AFTER = 60.0  # seconds without a step although there is work
+IDLE_WAIT = 1.0  # seconds the thread sleeps at most when there is nothing to do
+SHUTTING_DOWN = "the server is shutting down; send the request again to another one"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much there is to do."""
+
+    running: int  # requests
+    waiting: int  # requests
+    waiting_tokens: int  # of their prompts
+    kv_usage: float  # part of the cache pages in use
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether requests are served, and if not why."""
+
+    state: Literal["starting", "ready", "draining", "stalled", "dead"]
+    detail: str = ""
+
+
+class Deltas:
+    """One request's deltas as an asynchronous iterator; `aclose` before the end aborts the request."""
+
+    def __init__(self, llm: "AsyncLLM", request: Request):
+        self.loop = asyncio.get_running_loop()
+        self._llm, self._request_id, self._unfinished = llm, request.request_id, request.params.n
+        self._arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        arrived = await self._arrived.get()
+        if isinstance(arrived, Exception):
+            self._unfinished = 0
+            raise arrived
+        if arrived.finish_reason:
+            self._unfinished -= 1
+        return arrived
+
+    async def aclose(self) -> None:
+        if self._unfinished:
+            self._unfinished = 0
+            self._llm.abort(self._request_id)
+
+    def put(self, arrived: Delta | Exception) -> None:
+        """On the consumer's loop."""
+        self._arrived.put_nowait(arrived)
+
+
+class AsyncLLM:
+    """A model being served: `submit` from any event loop, as many at a time as the settings allow.
+
+    The constructor returns when the model is loaded and compiled. `close` it at the end.
+    """
+
+    def __init__(self, model: str | EngineConfig, **settings: Any):
+        config = engine_config(model, settings)
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry, config.model)
+        built = build(config, self.metrics)
+        self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
+        self._engine = built.engine
+        self._streams: dict[str, Deltas] = {}
+        self._queued: dict[str, int] = {}  # submitted and not started: request id to prompt tokens
+        self._lock = threading.Lock()
+        self._inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self._wake = threading.Event()
+        self._draining = self._closing = False
+        self._failure: str | None = None
+        self._beat = time.monotonic()
+        self._pace = 1000.0  # prompt tokens started a second, lately
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Deltas:
+        """The request's deltas as they come; closing the iterator aborts the request.
+
+        Refusals raise here, before anything runs: RequestError for a request that can never be served,
+        OverloadedError when there is no room now.
+        """
+        request = self._engine.prepare(request)
+        stream = Deltas(self, request)
+        with self._lock:
+            self._check_room(request)
+            self._streams[request.request_id] = stream
+            self._queued[request.request_id] = len(request.prompt_token_ids)
+            self._inbox.put(("add", request))
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and give its pages back; one that has ended already is no mistake."""
+        with self._lock:
+            self._streams.pop(request_id, None)
+            self._queued.pop(request_id, None)
+            self._inbox.put(("abort", request_id))
+        self._wake.set()
+
+    def load(self) -> Load:
+        """How much there is to do, now."""
+        with self._lock:
+            waiting, tokens = len(self._queued), sum(self._queued.values())
+            running = len(self._streams) - waiting
+        return Load(running, waiting, tokens, self._engine.scheduler.cache.usage)
+
+    def health(self) -> Health:
+        """`stalled` when there is work and no step was finished for long, `dead` when the engine has failed."""
+        if self._failure:
+            return Health("dead", self._failure)
+        silent = time.monotonic() - self._beat
+        if silent > STALLED_AFTER:
+            return Health("stalled", f"no step was finished for {silent:.0f} s")
+        return Health("draining") if self._draining else Health("ready")
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, let running ones finish for up to `timeout` seconds, then end them."""
+        self._draining = True
+        deadline = time.monotonic() + timeout
+        while self._streams and not self._failure and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._inbox.put(("end", SHUTTING_DOWN))
+        self._wake.set()
+
+    def close(self) -> None:
+        """End everything and stop the thread. Twice does no harm."""
+        self._draining = self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _check_room(self, request: Request) -> None:
+        if self._failure:
+            raise EngineError(f"the engine has failed: {self._failure}")
+        if self._draining:
+            raise OverloadedError(SHUTTING_DOWN, retry_after=5, draining=True)
+        if request.request_id in self._streams:
+            raise RequestError(
+                f"request_id {request.request_id!r} is running already; ids must be unique",
+                param="request_id",
+            )
+        waiting, tokens = len(self._queued), sum(self._queued.values())
+        free = max(self.config.max_num_seqs - (len(self._streams) - waiting), 0)
+        most = self.config.max_num_queued_tokens
+        full = waiting - free >= self.config.max_num_queued_reqs
+        if full or (most is not None and waiting and tokens + len(request.prompt_token_ids) > most):
+            self.metrics.on_rejected("queue_full" if full else "queued_tokens")
+            raise OverloadedError(
+                f"{waiting} requests with {tokens} prompt tokens are waiting, as many as this server queues; try again",
+                retry_after=min(max(tokens / self._pace, 1.0), 60.0),
+            )
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_mail()
+                if not self._engine.busy:
+                    self._wait()
+                    continue
+                self._deliver(self._engine.step())
+                self._note_started()
+                self._beat = time.monotonic()
+            self._end_all(SHUTTING_DOWN)
+        except Exception as failure:
+            log.exception("the engine has failed")
+            self._failure = f"{type(failure).__name__}: {failure}"
+            self._fail_all()
+
+    def _wait(self) -> None:
+        self._beat = time.monotonic()
+        self._wake.wait(IDLE_WAIT)
+        self._wake.clear()
+        self._beat = time.monotonic()
+
+    def _take_mail(self) -> None:
+        while True:
+            try:
+                kind, what = self._inbox.get_nowait()
+            except Empty:
+                return
+            if kind == "add":
+                if what.request_id in self._streams:  # not aborted meanwhile
+                    self._engine.add(what)
+            elif kind == "abort":
+                self._engine.abort(what)
+            else:
+                self._end_all(what)
+
+    def _note_started(self) -> None:
+        """Requests that were given their first tokens no longer wait."""
+        started, self._engine.started = self._engine.started, []
+        if started:
+            with self._lock:
+                tokens = sum(self._queued.pop(request_id, 0) for request_id in started)
+            elapsed = max(time.monotonic() - self._beat, 1e-3)
+            self._pace += 0.1 * (tokens / elapsed - self._pace)
+
+    def _deliver(self, deltas: list[tuple[str, Delta]]) -> None:
+        arrived: list[tuple[Deltas, Delta | Exception]] = []
+        for request_id, delta in deltas:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                arrived.append((stream, delta))
+            if delta.finish_reason and request_id not in self._engine.ongoing:
+                with self._lock:
+                    self._streams.pop(request_id, None)
+        _hand_over(arrived)
+
+    def _end_all(self, why: str) -> None:
+        """Every request ends here, those that have not reached the engine too."""
+        with self._lock:
+            while not self._inbox.empty():
+                self._inbox.get_nowait()
+            streams, self._streams, self._queued = self._streams, {}, {}
+        for request_id in streams:
+            self._engine.abort(request_id)
+        _hand_over([(s, OverloadedError(why, retry_after=5, draining=True)) for s in streams.values()])
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            streams, self._streams, self._queued = self._streams, {}, {}
+        _hand_over([(s, EngineError(f"the engine has failed: {self._failure}")) for s in streams.values()])
+
+
+def engine_config(model: str | EngineConfig, settings: dict[str, Any]) -> EngineConfig:
+    """The settings of a model given by name, or as they are; an unknown setting is refused by name."""
+    if isinstance(model, EngineConfig):
+        if settings:
+            raise TypeError(
+                f"give settings either in the EngineConfig or as keywords, not both: {sorted(settings)}"
+            )
+        return model
+    unknown = settings.keys() - {f.name for f in fields(EngineConfig)}
+    if unknown:
+        raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; see jaxserve.EngineConfig")
+    return EngineConfig(model, **settings)
+
+
+def _hand_over(arrived: list[tuple[Deltas, Delta | Exception]]) -> None:
+    """Put each item into its stream, on the stream's own event loop; one call a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Deltas, Delta | Exception]]] = {}
+    for stream, item in arrived:
+        by_loop.setdefault(stream.loop, []).append((stream, item))
+
+    def put(batch: list[tuple[Deltas, Delta | Exception]]) -> None:
+        for stream, item in batch:
+            stream.put(item)
+
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(put, batch)
+        except RuntimeError:
+            log.debug("a consumer's event loop is closed; its deltas are dropped")

@@ -1,0 +1,54 @@
+"""The shapes that steps are compiled for: few enough to compile all of them before the first request."""
+
+from dataclasses import dataclass
+
+SHORT_CONTEXT = 256  # tokens: sequences no longer than this get a step that reads no more cache
+PROMPT_RATIO = 3  # between neighbouring sizes of steps that compute prompts
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A step's padded size: T new tokens of B sequences with up to P cache pages each.
+
+    T == B is a step in which no sequence has more than one new token.
+    """
+
+    tokens: int
+    seqs: int
+    pages: int
+
+
+def all_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int
+) -> list[Bucket]:
+    """Every bucket of a deployment, smallest first.
+
+    Decoding comes in powers of two, for short contexts and (in powers of eight) for any context. Prompts
+    come in a few sizes, alone (attention then needs no loop over sequences) and beside running sequences.
+    """
+
+    def pages(tokens: int) -> int:
+        return -(-min(tokens, max_model_len) // page_size)
+
+    powers = [2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs] + [max_num_seqs]
+    found = {Bucket(b, b, pages(SHORT_CONTEXT)) for b in powers}
+    found |= {Bucket(b, b, pages(max_model_len)) for b in (*powers[::3], max_num_seqs)}
+    # Never as small as the number of sequences: equal sizes promise one token each.
+    size = max(max_num_batched_tokens, max_num_seqs + 1)
+    while size > max_num_seqs:
+        found |= {Bucket(size, max_num_seqs, pages(max_model_len))}
+        found |= {Bucket(size, 1, pages(max(size, SHORT_CONTEXT)))}
+        size = -(-size // (PROMPT_RATIO * 8)) * 8
+        if size >= max_num_batched_tokens:
+            break
+    found.add(Bucket(max(max_num_batched_tokens, 2), 1, pages(max_model_len)))
+    return sorted(found)
+
+
+def choose(buckets: list[Bucket], counts: list[int], pages: int) -> Bucket:
+    """The smallest of `buckets` (sorted) for sequences with these numbers of new tokens and of cache pages."""
+    tokens, seqs, single = sum(counts), len(counts), max(counts) == 1
+    for b in buckets:
+        if b.tokens >= tokens and b.seqs >= seqs and b.pages >= pages and (single or b.tokens != b.seqs):
+            return b
+    raise AssertionError(f"no bucket for {seqs} sequences, {tokens} tokens, {pages} pages")

@@ -1,0 +1,114 @@
+"""From settings to a running engine: open the checkpoint, size the cache, load, compile."""
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.buckets import all_buckets
+from jaxserve.compiles import count_compiles
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, Limits
+from jaxserve.memory import fitting_length, free_bytes, params_bytes, plan_pages
+from jaxserve.metrics import Metrics
+from jaxserve.models import ModelConfig, model_for
+from jaxserve.runner import DeviceRunner
+from jaxserve.sampling.admission import admission
+from jaxserve.sampling.params import SamplingParams
+from jaxserve.sampling.state import new_state
+from jaxserve.scheduler import Scheduler
+from jaxserve.step import Step
+from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.weights import load, open_checkpoint
+from kv import KVCache
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, and what it was made from."""
+
+    engine: Engine
+    config: EngineConfig  # with max_model_len and dtypes as they turned out
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def build(config: EngineConfig, metrics: Metrics) -> Built:
+    """Load a model and compile its steps; seconds for a small model, and nothing compiles afterwards."""
+    began = time.monotonic()
+    _keep_compiled(config)
+    checkpoint = open_checkpoint(config.model, config.revision)
+    model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
+    tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
+    config = _settled(config, model_config)
+    model = model_for(model_config)
+    dtype, cache_dtype = jnp.dtype(config.dtype), jnp.dtype(config.kv_cache_dtype)
+    params = model.params(model_config)
+
+    state_shape = jax.eval_shape(lambda: new_state(config.max_num_seqs, model_config.vocab_size))
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_shape))
+    page_shape = model.cache_shape(model_config, config.block_size)
+    page_bytes = model_config.num_layers * int(np.prod(page_shape)) * cache_dtype.itemsize
+    weight_bytes = params_bytes(params, dtype)
+    assert config.max_model_len is not None
+    num_pages = plan_pages(config, page_bytes, weight_bytes + state_bytes, config.max_model_len, free_bytes())
+    config = replace(config, max_model_len=fitting_length(config, config.max_model_len, num_pages))
+    assert config.max_model_len is not None
+
+    weights = load(params, checkpoint, dtype, progress=True)
+    pool = tuple(jnp.zeros((num_pages, *page_shape), cache_dtype) for _ in range(model_config.num_layers))
+    buckets = all_buckets(
+        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
+    )
+    state = new_state(config.max_num_seqs, model_config.vocab_size)
+    runner = DeviceRunner(Step(model_config, config.block_size), weights, pool, state, buckets)
+    loaded = time.monotonic()
+    blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
+    runner.compile(blank, progress=sys.stderr.isatty())
+    count_compiles(metrics.on_compile)
+    cache = KVCache(num_pages, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
+    eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
+    limits = Limits(config.max_model_len, model_config.vocab_size, eos)
+    metrics.set_cache_config(
+        block_size=config.block_size,
+        num_gpu_blocks=num_pages - 1,
+        cache_dtype=config.kv_cache_dtype,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    log.info(
+        "%s ready: %.0f MiB of weights (%s), %d cache tokens, %d steps compiled in %.1f s, %.1f s in all",
+        model_config.name,
+        weight_bytes / 2**20,
+        config.dtype,
+        cache.capacity_tokens,
+        len(buckets),
+        time.monotonic() - loaded,
+        time.monotonic() - began,
+    )
+    engine = Engine(runner, scheduler, tokenizer, limits, config, metrics)
+    return Built(engine, config, model_config, tokenizer)
+
+
+def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The settings with nothing left to "auto"."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else model.dtype
+    cache = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return replace(config, dtype=dtype, kv_cache_dtype=cache, max_model_len=model.max_model_len)
+
+
+def _keep_compiled(config: EngineConfig) -> None:
+    """Let XLA keep compiled steps on disk, also the quick ones: a start has many of them."""
+    if config.compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

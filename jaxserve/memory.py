@@ -1,0 +1,77 @@
+"""How many cache pages fit: what is free on the device, less the weights and the sampler's state."""
+
+import logging
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from sharding.params import Param
+
+log = logging.getLogger(__name__)
+# Beside an accelerator's memory nobody else wants it; a computer's own is shared with everything that runs.
+DEFAULT_UTILIZATION = {"cpu": 0.15}
+ACCELERATOR_UTILIZATION = 0.9
+
+
+def free_bytes() -> int:
+    """Memory of the default device that nothing uses yet."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return psutil.virtual_memory().available
+
+
+def params_bytes(params: Any, dtype: Any) -> int:
+    """Bytes of a tree of `Param` once loaded."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
+    return sum(math.prod(leaf.shape) for leaf in leaves) * np.dtype(dtype).itemsize
+
+
+def plan_pages(config: EngineConfig, page_bytes: int, other_bytes: int, max_model_len: int, free: int) -> int:
+    """Number of cache pages, the unused page 0 included.
+
+    `other_bytes` is what weights and state need of the `free` bytes. No more pages than all sequences
+    at their longest could fill. ConfigError if not even a page of tokens fits.
+    """
+    most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override + 1
+    if config.kv_cache_memory_bytes is not None:
+        room, asked = config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    else:
+        share = config.gpu_memory_utilization
+        if share is None:
+            share = DEFAULT_UTILIZATION.get(jax.default_backend(), ACCELERATOR_UTILIZATION)
+        room = int(free * share) - other_bytes
+        asked = (
+            f"gpu_memory_utilization={share} of {free / 2**20:.0f} MiB free, less {other_bytes / 2**20:.0f} MiB "
+            "for weights and state,"
+        )
+    pages = room // page_bytes
+    if pages < 2:
+        raise ConfigError(
+            f"{asked} leaves {max(room, 0) / 2**20:.1f} MiB for the cache, and a page of {config.block_size} tokens "
+            f"takes {page_bytes / 2**20:.2f} MiB; raise it, use a smaller dtype, or free memory"
+        )
+    return min(pages, most)
+
+
+def fitting_length(config: EngineConfig, max_model_len: int, num_pages: int) -> int:
+    """The longest sequence served: the model's, or what the cache holds; ConfigError if more was asked for."""
+    capacity = (num_pages - 1) * config.block_size
+    if max_model_len <= capacity:
+        return max_model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={max_model_len} does not fit the cache, which holds {capacity} tokens; lower it, or raise "
+            "gpu_memory_utilization or kv_cache_memory_bytes"
+        )
+    log.warning(
+        "the cache holds %d tokens: max_model_len is that, not the model's %d", capacity, max_model_len
+    )
+    return capacity

@@ -1,0 +1,44 @@
+"""What a step computed, on the host: the tokens at once, everything else only if somebody asks."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.runner import Pending
+
+
+class Found(NamedTuple):
+    """Log-probabilities, one entry a row."""
+
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+class Readout:
+    """Waits for a launched step; the rest is fetched from the device when it is first used."""
+
+    def __init__(self, pending: Pending):
+        self._output = pending.output
+        self.tokens, self.finite = pending.result().tolist()
+
+    @cached_property
+    def sampled(self) -> Found:
+        """Of the sampled tokens, one row a sequence."""
+        return _fetched(self._output.sampled)
+
+    @cached_property
+    def scores(self) -> Found:
+        """Of the tokens that follow in a prompt, one row a new token."""
+        return _fetched(self._output.scores)
+
+    @cached_property
+    def hidden(self) -> np.ndarray:
+        """float32 [T, D]."""
+        return np.asarray(self._output.hidden, np.float32)
+
+
+def _fetched(arrays) -> Found:
+    return Found(*(np.asarray(getattr(arrays, name)) for name in Found._fields))

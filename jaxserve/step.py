@@ -1,0 +1,105 @@
+"""The step: new tokens of all sequences in, one sampled token a sequence out, in one jitted program.
+
+Pure and public: `Step` is all that a loop of your own needs (docs/api.md has one).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxserve.batch import flat_size, unpack
+from jaxserve.buckets import Bucket
+from jaxserve.models import model_for
+from jaxserve.models.config import ModelConfig
+from jaxserve.sampling.logprobs import score
+from jaxserve.sampling.params import MAX_LOGPROBS
+from jaxserve.sampling.sample import Sampled, sample
+from jaxserve.sampling.state import SlotState
+
+SCORED_AT_ONCE = 64  # rows whose logits are in memory together when a prompt's log-probabilities are due
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of the tokens that follow each row in a prompt; set where `targets` asked."""
+
+    logprob: Array  # f32 [T]
+    rank: Array  # i32 [T]
+    top_ids: Array  # i32 [T, MAX_LOGPROBS]
+    top_logprobs: Array  # f32 [T, MAX_LOGPROBS]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step hands back to the host."""
+
+    read: Array  # i32 [2, B]: the sampled tokens, and 1 where the row's logits were finite
+    sampled: Sampled
+    scores: Scores
+    hidden: Array  # [T, D]: after the model's last norm
+
+
+class Step:
+    """One model's step for any bucket. Call it like a function, or `compile` it ahead for a bucket.
+
+    `pool` and `state` are donated: use the returned ones.
+    """
+
+    def __init__(self, config: ModelConfig, page_size: int):
+        self.config, self.page_size = config, page_size
+        self.jitted = jax.jit(
+            partial(_step, config, page_size), static_argnames="bucket", donate_argnames=("pool", "state")
+        )
+
+    def __call__(self, params, pool, state: SlotState, flat: Array | np.ndarray, bucket: Bucket):
+        """(StepOutput, pool, state) after the packed step `flat` (see `jaxserve.batch.pack`)."""
+        return self.jitted(params, pool, state, flat, bucket=bucket)
+
+    def lower(self, params, pool, state, bucket: Bucket):
+        """Traced and lowered for one bucket; arguments may be arrays or their shapes."""
+        flat = jax.ShapeDtypeStruct((flat_size(bucket),), jnp.int32)
+        return self.jitted.lower(params, pool, state, flat, bucket=bucket)
+
+
+def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket: Bucket):
+    model = model_for(config)
+    batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
+    hidden_TD, pool = model.forward(config, params, batch, pool)
+    logits_BV = model.logits(config, params, hidden_TD[reads.rows])
+    sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
+    scores = _score(partial(model.logits, config, params), hidden_TD, reads.targets)
+    read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
+    return StepOutput(read, sampled, scores, hidden_TD), pool, state
+
+
+def _score(logits, hidden_TD: Array, targets: Array) -> Scores:
+    """Scores of `targets`, a few rows at a time, so that [T, V] logits never exist; free if there are none."""
+    t, rows = len(targets), min(len(targets), SCORED_AT_ONCE)
+    pad = -t % rows
+
+    def block(part):
+        hidden, target = part
+        return score(logits(hidden), jnp.maximum(target, 0))
+
+    def every_row(hidden, targets):
+        blocks = (
+            jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, hidden.shape[1]),
+            jnp.pad(targets, (0, pad)).reshape(-1, rows),
+        )
+        return Scores(*(x.reshape(-1, *x.shape[2:])[:t] for x in jax.lax.map(block, blocks)))
+
+    def none(hidden, targets):
+        return Scores(
+            jnp.zeros(t, jnp.float32),
+            jnp.zeros(t, jnp.int32),
+            jnp.zeros((t, MAX_LOGPROBS), jnp.int32),
+            jnp.zeros((t, MAX_LOGPROBS), jnp.float32),
+        )
+
+    return jax.lax.cond(jnp.any(targets >= 0), every_row, none, hidden_TD, targets)
