@@ -10,6 +10,7 @@ from server.answers import HealthAnswer, ModelCard, ModelList, Version
 from server.errors import documented
 from server.served import VERSION, Served, served
 
+_METRICS_TYPES = ("text/plain", "application/openmetrics-text")
 router = APIRouter()
 health = APIRouter(responses={503: {"model": HealthAnswer, "description": "not now"}})
 
@@ -37,7 +38,10 @@ async def version() -> Version:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(401)},
+    responses={
+        200: {"content": {kind: {"schema": {"type": "string"}} for kind in _METRICS_TYPES}},
+        **documented(401),
+    },
 )
 async def metrics(request: Request, served: Annotated[Served, Depends(served)]) -> Response:
     """Prometheus metrics under vLLM's names."""

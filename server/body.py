@@ -27,8 +27,9 @@ class JsonRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            self._check_type()
             self._body = await self._read(self.app.state.served.config.max_body_bytes)
+            if self._body:
+                self._check_type()
         return self._body
 
     async def json(self) -> Any:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from jaxserve.errors import EngineError, OverloadedError, RequestError
+from server.request_ids import HEADER
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +106,11 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
         where = f"{request.method} {request.url.path}"
         code = "unknown_url" if error.status_code == 404 else None
         message = f"there is no {where}; /openapi.json lists what there is"
-        return error_response(
-            ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        )
-    return error_response(error)
+        error = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    response = error_response(error)
+    # What answers an unforeseen error stands outside the middleware that would add it.
+    response.headers[HEADER] = request.state.request_id
+    return response
 
 
 def install(app: FastAPI, hints: dict[str, str]) -> None:

@@ -1,11 +1,12 @@
 """The engine's work for one HTTP request: all its prompts' deltas as one stream, counted; closing it aborts them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
-from jaxserve.errors import EngineError, JaxserveError, OverloadedError, RequestError
+from jaxserve.errors import EngineError, OverloadedError, RequestError
 from jaxserve.request import Delta, Request
 from server.served import Served
 
@@ -16,7 +17,7 @@ class Generation:
     def __init__(self, streams: list[AsyncIterator[Delta]], requests: list[Request]):
         self._streams = streams
         self._pumps: list[asyncio.Task] = []
-        self._each = [request.params.n for request in requests]
+        self._offsets = list(itertools.accumulate((request.params.n for request in requests), initial=0))
         self.requests = requests
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.completion_tokens = 0
@@ -30,7 +31,7 @@ class Generation:
         try:
             for request in requests:
                 streams.append(served.engine.submit(request))
-        except JaxserveError:
+        except BaseException:
             await cls(streams, requests)._close()
             raise
         return cls(streams, requests)
@@ -85,8 +86,7 @@ class Generation:
             raise OverloadedError(delta.error or "the request was aborted", retry_after=1.0, draining=True)
         self.completion_tokens += len(delta.token_ids)
         self._cached[i] = max(self._cached[i], delta.num_cached_tokens)
-        offset = sum(self._each[:i])
-        return replace(delta, index=offset + delta.index) if offset else delta
+        return replace(delta, index=self._offsets[i] + delta.index) if i else delta
 
     async def _close(self) -> None:
         for pump in self._pumps:

@@ -54,10 +54,9 @@ async def _requests(
     served: Served, body: CompletionRequest, params: SamplingParams, name: str
 ) -> list[EngineRequest]:
     requests = []
-    output = params.max_tokens if body.max_tokens != 0 else 0
     for ids, text in await completion_prompts(served, body):
-        kept = truncated(served, ids, params.truncate_prompt_tokens, output)
-        check_length(served, kept, output, messages=False)
+        kept = truncated(served, ids, params.truncate_prompt_tokens, params.max_tokens)
+        check_length(served, kept, params.max_tokens, messages=False)
         text = text if len(kept) == len(ids) else None
         requests.append(
             EngineRequest(engine_id(name), kept, params, text, body.priority or 0, body.cache_salt or "")

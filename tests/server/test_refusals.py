@@ -168,7 +168,9 @@ async def test_unknown_addresses_and_methods_are_errors_of_the_same_form(client)
     ],
 )  # fmt: skip
 async def test_what_is_not_proper_json_is_refused(client, content):
-    response = await client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    response = await client.post(
+        CHAT, content=content, headers={"Content-Type": "application/json"} if content else {}
+    )
     assert error_of(response).type == "invalid_request_error"
 
 
@@ -219,5 +221,7 @@ async def test_an_engine_failure_is_500_and_its_reason_told(client, engine):
 
 async def test_an_unforeseen_failure_is_500_and_its_details_kept(client, engine):
     engine.explodes_at = 1
-    error = error_of(await client.post(CHAT, json=chat()), 500)
+    response = await client.post(CHAT, json=chat(request_id="mine"))
+    error = error_of(response, 500)
     assert "secret" not in error.message and error.code == "internal_error"
+    assert response.headers["x-request-id"] == "mine"
