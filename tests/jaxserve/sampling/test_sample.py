@@ -200,11 +200,12 @@ def test_a_request_without_features_is_not_touched_by_its_slots_past():
 def test_after_preemption_the_state_is_what_it_was():
     rng = np.random.default_rng(5)
     params = SamplingParams(
-        temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.2, bad_words=["a"], min_tokens=4,
+        temperature=0.8, frequency_penalty=2, repetition_penalty=1.2, bad_words=["a"], min_tokens=4,
         logit_bias={9: 1},
     )  # fmt: skip
     prompt, words, eos = [3, 4, 5], [(7,), (11, 12), (1, 2, 3, 4, 5, 6, 7, 8)], (2,)
     logits = peaked(rng, 20)
+    logits[:, 20:26] += 8  # few favourites, so that what was counted matters
     whole = Sampler()
     whole.admit(0, params, prompt, bad_words=words, eos=eos)
     tokens = [whole.token(logits[n], params, seed=6, n_out=n) for n in range(20)]
