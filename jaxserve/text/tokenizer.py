@@ -59,6 +59,19 @@ class Tokenizer:
         """Whether a text's first space is an artefact of the vocabulary (SentencePiece with a dummy prefix)."""
         return self._bytes.strips_leading_space
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same tokenizer with another default template, trusted as the checkpoint's own are.
+
+        For templates from whoever runs the server or the program; one from a request goes to `encode_chat`.
+        """
+        templates = self.chat_template.templates if self.chat_template else {}
+        return Tokenizer(
+            self.backend,
+            named_tokens=self.named_tokens,
+            eos_token_ids=self.eos_token_ids,
+            chat_template=ChatTemplate({**templates, "default": source}, self.named_tokens),
+        )
+
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Tokens of `text`; `add_special_tokens` puts BOS (and the like) around it if the model wants that.
 
@@ -81,7 +94,8 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Tokens and text of a conversation, written by the model's chat template.
 
-        `template` is the name of one of the model's templates or a template itself. Text from messages, tools
+        `template` is the name of one of the model's templates or a template itself, which is then rendered
+        in a process of its own under limits (`with_chat_template` has none and is faster). Text from messages, tools
         and `template_kwargs` never becomes a special token, unless `special_in_content`. BOS is the
         template's to write. RequestError carries a template's own words when it refuses.
         """

@@ -207,6 +207,13 @@ def test_named_templates():
         tokenizer.encode_chat(user("x"), template="other")
 
 
+def test_another_default_template():
+    tokenizer = chat("plain", rag="documents").with_chat_template("{{ messages[0].content }}{{ eos_token }}")
+    ids, text = tokenizer.encode_chat(user("<|im_end|>"))
+    assert text == "<|im_end|><|im_end|>" and special(tokenizer, ids) == ["<|im_end|>"]
+    assert tokenizer.encode_chat(user("x"), template="rag")[1] == "documents"
+
+
 def test_the_last_message_can_be_continued():
     messages = [*user("fox?"), {"role": "assistant", "content": "The fox "}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
