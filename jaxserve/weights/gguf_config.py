@@ -42,6 +42,16 @@ class Metadata:
     def optional(self, key: str) -> Any:
         return self._values.get(f"{self._arch}.{key}", self._values.get(key))
 
+    def layer_types(self, layers: int, full_every: int) -> list[str]:
+        """Which layers see a window only: listed in the file, or every layer but each `full_every`-th."""
+        windowed = self.optional("attention.sliding_window_pattern")
+        if not isinstance(windowed, list):
+            full_every = self.integer("attention.sliding_window_pattern", full_every)
+            windowed = [bool(full_every and (i + 1) % full_every) for i in range(layers)]
+        if len(windowed) != layers or not all(type(flag) is bool for flag in windowed):
+            raise self._wrong("attention.sliding_window_pattern", f"{layers} flags", windowed)
+        return ["sliding_attention" if flag else "full_attention" for flag in windowed]
+
     def _find(self, key: str, default: Any) -> Any:
         value = self.optional(key)
         if value is None and default is None:
@@ -174,7 +184,7 @@ def llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarr
 
 def _llama(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Mistral's models are `llama` in GGUF too; a window tells those that need it."""
-    window = meta.optional("attention.sliding_window")
+    window = meta.integer("attention.sliding_window", 0)
     if not window:
         return {"mlp_bias": False}
     return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -203,22 +213,21 @@ def _gemma(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return _gemma(meta, config) | {
         "rope_local_base_freq": meta.number("rope.freq_base_swa", 10000.0),
-        "sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6),
+        "layer_types": meta.layer_types(config["num_hidden_layers"], full_every=6),
     }
 
 
 def _olmo2(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 is `olmo2` in GGUF with a window on some layers."""
-    window = meta.optional("attention.sliding_window")
-    pattern = meta.optional("attention.sliding_window_pattern")
+    window = meta.integer("attention.sliding_window", 0)
     if not window:
         return {}
-    if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
-        pattern = [(i + 1) % 4 != 0 for i in range(config["num_hidden_layers"])]
     return {
-        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window,
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern],
-    }  # fmt: skip
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": meta.layer_types(config["num_hidden_layers"], full_every=4),
+    }
 
 
 FAMILY_KEYS = {

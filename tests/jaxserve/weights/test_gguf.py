@@ -343,6 +343,22 @@ def test_no_damage_gives_anything_but_a_refusal_or_tensors_within_the_file(tmp_p
         assert math.prod(info.shape) < 8 * len(content)
 
 
+@given(data=st.data())
+def test_no_damage_to_metadata_gives_anything_but_a_refusal_or_tensors_of_their_shape(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("bad") / "f.gguf"
+    finish(small_writer(path))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(24, len(content) - 640 - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(content))
+    try:
+        checkpoint = open_checkpoint(str(path))
+        for name in checkpoint.names():
+            assert checkpoint.read(name).shape == checkpoint.shape(name)
+    except CheckpointError:
+        pass
+
+
 @pytest.mark.supports("checkpoints", "GGUF")
 def test_a_real_model_opens_with_its_shapes():
     try:
