@@ -50,7 +50,7 @@ class RopeSettings:
         """Positions the model was pretrained on."""
         return self.number("original_max_position_embeddings", self.max_positions)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | int | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
         if (

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import Rope
@@ -48,7 +48,7 @@ class ModelConfig:
         return len(self.windows)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], max_model_len: int | None = None) -> Self:
+    def from_hf(cls, hf: Mapping[str, Any], max_model_len: int | None = None) -> "ModelConfig":
         """The model that a config.json describes, in its older or its v5 style.
 
         `max_model_len` None serves what the config and its rope scaling are made for; more than that is refused.

@@ -8,7 +8,7 @@ from jaxserve.models.fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SILU = {"silu": "silu", "swish": "silu"}
-GELU_TANH = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
+GELU_TANH = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
 def _all_full(f: Fields, count: int) -> list[str]:

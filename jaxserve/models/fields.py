@@ -42,7 +42,7 @@ class Fields:
             raise self.wrong(key, "a whole number above 0", value)
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | int | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:

@@ -1,0 +1,108 @@
+"""Run a model step by step as an engine would: sequences in pages, any chunk of any of them in a step."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from jaxserve.batch import Batch
+from jaxserve.models import ModelConfig, model_for
+from sharding.params import Param
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+PAGE = 8
+ROWS = 144  # of a step that is not one token a sequence: few shapes, few compiles
+
+
+def golden_config(arch: str, file: str = "config.json", **fields: Any) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((GOLDEN / arch / file).read_text()) | fields)
+
+
+def golden_params(arch: str, config: ModelConfig, dtype: Any = jnp.float32) -> Any:
+    """The golden's weights; every tensor of its file must be used."""
+    tensors = load_file(GOLDEN / arch / "model.safetensors")
+    tree = model_for(config).params(config)
+
+    def read(param: Param):
+        names = (param.source,) if isinstance(param.source, str) else param.source
+        return jnp.asarray(np.stack([tensors.pop(n) for n in names]).reshape(param.shape), dtype)
+
+    loaded = jax.tree.map(read, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
+    assert not tensors, f"not read: {sorted(tensors)}"
+    return loaded
+
+
+def golden_prompts(arch: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / arch / "prompts.json").read_text())["prompts"]
+
+
+def stacked(params: Any) -> Any:
+    """The same weights with layers as one stack, as an accelerator wants them."""
+    return params | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
+
+
+@dataclass
+class Run:
+    """A model, its weights and its pages; pages of sequence b are its own, in an order that is not sorted."""
+
+    config: ModelConfig
+    params: Any
+    sequences: int = 1
+    longest: int = 160
+    stack: bool = False
+    dtype: Any = jnp.float32
+    pool: Any = field(init=False)
+    done: list[int] = field(init=False)
+
+    def __post_init__(self):
+        self.model = model_for(self.config)
+        self.pages_each = -(-self.longest // PAGE)
+        shape = (1 + self.sequences * self.pages_each, *self.model.cache_shape(self.config, PAGE))
+        # What is left in a page by others must never matter.
+        pages = [jnp.full(shape, jnp.nan, self.dtype) for _ in range(self.config.num_layers)]
+        self.pool = jnp.stack(pages) if self.stack else tuple(pages)
+        self.done = [0] * self.sequences
+        order = np.random.default_rng(0).permutation(self.sequences * self.pages_each).astype(np.int32)
+        self.page_table = 1 + order.reshape(self.sequences, self.pages_each)
+
+    def step(self, chunks: dict[int, list[int]]) -> np.ndarray:
+        """Logits [T, V] of the new tokens of each sequence, in order of sequence."""
+        return self.inside(chunks)["logits"]
+
+    def inside(self, chunks: dict[int, list[int]]) -> dict[str, np.ndarray]:
+        """What the model computed for the new tokens: logits [T, V], hidden [T, D] and what `collect` gives."""
+        batch, count = self._batch(chunks)
+        out, self.pool = _forward(self.config, self.params, batch, self.pool)
+        return {name: np.asarray(values)[..., :count, :] for name, values in out.items()}
+
+    def _batch(self, chunks: dict[int, list[int]]) -> tuple[Batch, int]:
+        tokens, positions, places, starts = [], [], [], [0]
+        for b in range(self.sequences):
+            new = chunks.get(b, [])
+            at = np.arange(self.done[b], self.done[b] + len(new))
+            tokens += new
+            positions += at.tolist()
+            places += (self.page_table[b, at // PAGE] * PAGE + at % PAGE).tolist()
+            starts.append(len(tokens))
+            self.done[b] += len(new)
+        count, single = len(tokens), all(len(chunks.get(b, [])) == 1 for b in range(self.sequences))
+        padding = [0] * ((self.sequences if single else ROWS) - count)
+        as_int = [
+            np.asarray(v, np.int32) for v in (tokens + padding, positions + padding, places + padding, starts)
+        ]
+        lens = np.asarray([self.done[b] if b in chunks else 0 for b in range(self.sequences)], np.int32)
+        return Batch(*as_int, lens, self.page_table), count
+
+
+def _run_forward(config: ModelConfig, params, batch, pool):
+    model = model_for(config)
+    hidden, pool, inside = model.forward(config, params, batch, pool, collect=True)
+    return {"logits": model.logits(config, params, hidden), "hidden": hidden, **inside}, pool
+
+
+_forward = jax.jit(_run_forward, static_argnums=0, donate_argnums=3)
