@@ -151,6 +151,7 @@ class AsyncLLM:
         self._draining = self._closing = True
         self._wake.set()
         self._thread.join()
+        self._engine.runner.close()
 
     def _check_room(self, request: Request) -> None:
         if self._failure:

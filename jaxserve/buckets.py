@@ -45,6 +45,14 @@ def all_buckets(
     return sorted(found)
 
 
+def first_needed(buckets: list[Bucket]) -> list[Bucket]:
+    """A few of `buckets` between which any batch finds one that is not far too large."""
+    seqs, pages = max(b.seqs for b in buckets), max(b.pages for b in buckets)
+    wide = [b for b in buckets if b.pages == pages]
+    decoding = [b for b in wide if b.tokens == b.seqs and b.seqs in (1, seqs)]
+    return [*decoding, *(max(b for b in wide if b.seqs == n and b.tokens > n) for n in {1, seqs})]
+
+
 def choose(buckets: list[Bucket], counts: list[int], pages: int) -> Bucket:
     """The smallest of `buckets` (sorted) for sequences with these numbers of new tokens and of cache pages."""
     tokens, seqs, single = sum(counts), len(counts), max(counts) == 1

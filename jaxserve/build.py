@@ -26,6 +26,7 @@ from jaxserve.step import Step
 from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.weights import load, open_checkpoint
 from kv import KVCache
+from pallas_kernels.op import platform
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     loaded = time.monotonic()
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
-    count_compiles(metrics.on_compile)
+    count_compiles(lambda seconds: metrics.on_compile(seconds) if runner.warm.is_set() else None)
     cache = KVCache(num_pages, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
@@ -101,7 +102,7 @@ def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The settings with nothing left to "auto"."""
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else model.dtype
+        dtype = "float32" if platform() == "cpu" else model.dtype
     cache = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return replace(config, dtype=dtype, kv_cache_dtype=cache, max_model_len=model.max_model_len)
 

@@ -37,6 +37,8 @@ class Runner(Protocol):
 
     def admit(self, slot: int, admission: Admission) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Limits:

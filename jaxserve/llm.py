@@ -119,6 +119,10 @@ class LLM:
         requests = [replace(self._request(prompt, params), hidden_states=True) for prompt in _listed(prompts)]
         return [output.hidden_states for output in self._run(requests, False)]  # type: ignore[misc]
 
+    def close(self) -> None:
+        """Stop what still runs in the background."""
+        self.engine.runner.close()
+
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         token_ids, text = self._tokens(prompt)
         return self.engine.prepare(Request(str(next(self._ids)), token_ids, params, text))

@@ -10,6 +10,7 @@ import psutil
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from pallas_kernels.op import platform
 from sharding.params import Param
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def plan_pages(config: EngineConfig, page_bytes: int, other_bytes: int, max_mode
     else:
         share = config.gpu_memory_utilization
         if share is None:
-            share = DEFAULT_UTILIZATION.get(jax.default_backend(), ACCELERATOR_UTILIZATION)
+            share = DEFAULT_UTILIZATION.get(platform(), ACCELERATOR_UTILIZATION)
         room = int(free * share) - other_bytes
         asked = (
             f"gpu_memory_utilization={share} of {free / 2**20:.0f} MiB free, less {other_bytes / 2**20:.0f} MiB "

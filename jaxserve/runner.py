@@ -5,6 +5,7 @@ a scripted one in its place.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.batch import Row, pack
-from jaxserve.buckets import Bucket, choose
+from jaxserve.buckets import Bucket, choose, first_needed
 from jaxserve.sampling.admission import Admission
 from jaxserve.sampling.state import SlotState, admit
 from jaxserve.step import Step, StepOutput
 
 log = logging.getLogger(__name__)
-COMPILERS = 2  # steps compiled at the same time: XLA holds no lock, and one step leaves cores idle
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,57 @@ class DeviceRunner:
 
     def __init__(self, step: Step, params, pool, state: SlotState, buckets: list[Bucket]):
         self.step, self.params, self.pool, self.state = step, params, pool, state
-        self.buckets = buckets
+        self.warm = threading.Event()  # set when every bucket is compiled
+        self._buckets = buckets
+        self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
         self._admit = jax.jit(admit, donate_argnums=0)
+        self._closing = False
+        self._lock = threading.Lock()
 
     def compile(self, blank: Admission, *, progress: bool) -> None:
-        """Compile every bucket, two at a time; afterwards nothing compiles."""
-        shapes = jax.tree.map(_shape, (self.params, self.pool, self.state))
-
-        def one(bucket: Bucket) -> Callable:
-            return self.step.lower(*shapes, bucket).compile()
-
-        columns = (TextColumn("compiling steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, disable=not progress) as bar, ThreadPoolExecutor(COMPILERS) as pool:
-            task = bar.add_task("", total=len(self.buckets))
-            for bucket, compiled in zip(self.buckets, pool.map(one, self.buckets), strict=True):
-                self._compiled[bucket] = compiled
+        """Compile what any batch can run on, and return; the better fitting steps follow on a thread of their own."""
+        first = first_needed(self._buckets)
+        bar = Progress(
+            TextColumn("compiling steps"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            disable=not progress,
+        )
+        with bar, ThreadPoolExecutor(2) as compilers:
+            task = bar.add_task("", total=len(first))
+            for _ in compilers.map(self._compile, first):
                 bar.advance(task)
         self.admit(0, blank)
         self.launch([]).result()
+        rest = [bucket for bucket in self._buckets if bucket not in self._compiled]
+        self._thread = threading.Thread(target=self._compile_all, args=(rest,), name="compile", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop compiling; the compile that has begun is waited for."""
+        self._closing = True
+        self._thread.join()
+
+    def _compile_all(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if self._closing:
+                return
+            self._compile(bucket)
+        self.warm.set()
+        log.info("all %d steps are compiled", len(self._buckets))
+
+    def _compile(self, bucket: Bucket) -> None:
+        params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
+        self._compiled[bucket] = self.step.lower(params, pages, state, bucket).compile()
+        with self._lock:
+            self._ready = sorted([*self._ready, bucket])
 
     def launch(self, rows: Sequence[Row]) -> Pending:
         """Start a step of these sequences; without any, the smallest step, of padding only."""
         counts = [len(row.tokens) for row in rows] or [1]
-        bucket = choose(self.buckets, counts, max((len(row.pages) for row in rows), default=0))
+        bucket = choose(self._ready, counts, max((len(row.pages) for row in rows), default=0))
         flat = pack(rows, bucket)
         output, self.pool, self.state = self._compiled[bucket](self.params, self.pool, self.state, flat)
         return Pending(output)
