@@ -78,10 +78,11 @@ class AsyncLLM:
     The constructor returns when the model is loaded and compiled. `close` it at the end.
     """
 
-    def __init__(self, model: str | EngineConfig, **settings: Any):
+    def __init__(self, model: str | EngineConfig, *, served_model_name: str | None = None, **settings: Any):
+        """`served_model_name` is what the metrics call the model."""
         config = engine_config(model, settings)
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry, config.model)
+        self.metrics = Metrics(self.registry, served_model_name or config.model)
         built = build(config, self.metrics)
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self._engine = built.engine

@@ -30,7 +30,8 @@ def run(engine: EngineConfig, config: ServerConfig) -> None:
     """Serve a model until a signal; raises what loading the model raised."""
     from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
 
-    serve(lambda: AsyncLLM(engine), engine, config)
+    name = next(iter(config.served_model_name), None)
+    serve(lambda: AsyncLLM(engine, served_model_name=name), engine, config)
 
 
 def serve(load: Callable[[], Any], engine: EngineConfig, config: ServerConfig) -> None:
