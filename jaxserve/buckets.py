@@ -35,12 +35,13 @@ def all_buckets(
     found |= {Bucket(b, b, pages(max_model_len)) for b in (*powers[::3], max_num_seqs)}
     # Never as small as the number of sequences: equal sizes promise one token each.
     size = max(max_num_batched_tokens, max_num_seqs + 1)
-    while size > max_num_seqs:
+    while True:
         found |= {Bucket(size, max_num_seqs, pages(max_model_len))}
         found |= {Bucket(size, 1, pages(max(size, SHORT_CONTEXT)))}
-        size = -(-size // (PROMPT_RATIO * 8)) * 8
-        if size >= max_num_batched_tokens:
+        smaller = -(-size // (PROMPT_RATIO * 8)) * 8
+        if not max_num_seqs < smaller < size:
             break
+        size = smaller
     found.add(Bucket(max(max_num_batched_tokens, 2), 1, pages(max_model_len)))
     return sorted(found)
 
