@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 
 METRICS = {
     "ttft": "Time to first token",
-    "tpot": "Time per output token after the first",
+    "tpot": "Time per later output token",
     "itl": "Time between pieces of output",
     "e2el": "Whole request",
 }
@@ -132,7 +132,7 @@ def plot(path: str, runs: list[dict[str, Any]], tail: float) -> None:
     for run in runs:
         if not run["completed"]:
             raise ConfigError(f"nothing to plot: no request was answered at rate {run['request_rate']}")
-    ordered = sorted(runs, key=lambda run: run["request_throughput"])
+    ordered = sorted(runs, key=lambda run: float(run["request_rate"]))  # past saturation the curve turns back
     served = [run["request_throughput"] for run in ordered]
     for axis, name in zip(axes, ("ttft", "tpot", "e2el"), strict=True):
         for key in (f"median_{name}_ms", f"p{tail:g}_{name}_ms"):
