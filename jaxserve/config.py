@@ -44,11 +44,11 @@ class EngineConfig:
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "fraction of the device's free memory that weights and cache may fill (default: 0.9, on CPU 0.15)",
+        "fraction of the device's memory that weights and cache may fill (default: 0.9, on CPU 0.1)",
         aliases=("--mem-fraction-static",),
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "size of the cache in bytes, instead of a fraction of free memory"
+        None, "size of the cache in bytes, instead of a fraction of memory"
     )
     num_gpu_blocks_override: int | None = setting(None, "number of cache pages, instead of a size")
     block_size: int = setting(16, "tokens a cache page holds", aliases=("--page-size",))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,16 +16,30 @@ from sharding.params import Param
 
 log = logging.getLogger(__name__)
 # Beside an accelerator's memory nobody else wants it; a computer's own is shared with everything that runs.
-DEFAULT_UTILIZATION = {"cpu": 0.15}
+DEFAULT_UTILIZATION = {"cpu": 0.1}
 ACCELERATOR_UTILIZATION = 0.9
+FREE_SHARE = 0.9
 
 
-def free_bytes() -> int:
-    """Memory of the default device that nothing uses yet."""
+@dataclass(frozen=True)
+class Memory:
+    """The default device's memory, in bytes."""
+
+    total: int
+    free: int
+
+    def within(self, share: float) -> int:
+        """What `share` of it is, or nearly all that is free if that is less."""
+        return int(min(self.total * share, self.free * FREE_SHARE))
+
+
+def device_memory() -> Memory:
+    """What the default device has, and what of it nothing uses yet."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return psutil.virtual_memory().available
+        return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+    memory = psutil.virtual_memory()
+    return Memory(memory.total, memory.available)
 
 
 def params_bytes(params: Any, dtype: Any) -> int:
@@ -33,11 +48,13 @@ def params_bytes(params: Any, dtype: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves) * np.dtype(dtype).itemsize
 
 
-def plan_pages(config: EngineConfig, page_bytes: int, other_bytes: int, max_model_len: int, free: int) -> int:
+def plan_pages(
+    config: EngineConfig, page_bytes: int, other_bytes: int, max_model_len: int, memory: Memory
+) -> int:
     """Number of cache pages, the unused page 0 included.
 
-    `other_bytes` is what weights and state need of the `free` bytes. No more pages than all sequences
-    at their longest could fill. ConfigError if not even a page of tokens fits.
+    `other_bytes` is what weights and state need. No more pages than all sequences at their longest could
+    fill. ConfigError if not even a page of tokens fits.
     """
     most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
     if config.num_gpu_blocks_override is not None:
@@ -48,10 +65,10 @@ def plan_pages(config: EngineConfig, page_bytes: int, other_bytes: int, max_mode
         share = config.gpu_memory_utilization
         if share is None:
             share = DEFAULT_UTILIZATION.get(platform(), ACCELERATOR_UTILIZATION)
-        room = int(free * share) - other_bytes
+        room = memory.within(share) - other_bytes
         asked = (
-            f"gpu_memory_utilization={share} of {free / 2**20:.0f} MiB free, less {other_bytes / 2**20:.0f} MiB "
-            "for weights and state,"
+            f"gpu_memory_utilization={share} of {memory.total / 2**20:.0f} MiB ({memory.free / 2**20:.0f} MiB free), "
+            f"less {other_bytes / 2**20:.0f} MiB for weights and state,"
         )
     pages = room // page_bytes
     if pages < 2:
@@ -59,7 +76,13 @@ def plan_pages(config: EngineConfig, page_bytes: int, other_bytes: int, max_mode
             f"{asked} leaves {max(room, 0) / 2**20:.1f} MiB for the cache, and a page of {config.block_size} tokens "
             f"takes {page_bytes / 2**20:.2f} MiB; raise it, use a smaller dtype, or free memory"
         )
-    return min(pages, most)
+    return most if pages >= most else _coarse(pages)
+
+
+def _coarse(pages: int) -> int:
+    """Rounded down to three binary digits: the steps compiled at the last start fit again though memory differs."""
+    unit = 2 ** max(pages.bit_length() - 3, 0)
+    return pages // unit * unit
 
 
 def fitting_length(config: EngineConfig, max_model_len: int, num_pages: int) -> int:
