@@ -11,16 +11,14 @@ SILU = {"silu": "silu", "swish": "silu"}
 GELU_TANH = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
-def _all_full(f: Fields, count: int) -> list[str]:
-    return [FULL] * count
-
-
 @dataclass(frozen=True)
 class Family:
     """A model_type: what differs from plain Llama, and the values that its config.json may leave out."""
 
     values: Callable[[Fields], dict[str, Any]]
-    kinds: Callable[[Fields, int], list[str]] = _all_full  # FULL or SLIDING for each layer
+    kinds: Callable[[Fields, int], list[str]] | None = (
+        None  # FULL or SLIDING for each layer; None: no windows
+    )
     rope_free: Callable[[Fields, int], list[bool]] | None = None  # layers that know no positions
     local_theta: str | None = (
         None  # where a config has one rope, windowed layers turn by this theta, unscaled

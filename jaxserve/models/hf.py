@@ -47,9 +47,7 @@ def _sizes(f: Fields, family: Family, max_model_len: int | None) -> dict[str, An
     if f.get("head_dim") is None and hidden % heads:
         raise f.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or to say head_dim", hidden)
     head_dim = f.count("head_dim", hidden // heads)
-    kinds = family.kinds(f, count)
-    window = f.count("sliding_window") if SLIDING in kinds else 0
-    f.get("sliding_window")
+    kinds, window = _kinds(f, family, count)
     return {
         "name": f.name,
         "vocab_size": f.count("vocab_size"),
@@ -65,6 +63,17 @@ def _sizes(f: Fields, family: Family, max_model_len: int | None) -> dict[str, An
         "dtype": f.get("dtype") or f.get("torch_dtype") or "float32",
         **_ropes(f, family, kinds, head_dim, max_model_len),
     }
+
+
+def _kinds(f: Fields, family: Family, count: int) -> tuple[list[str], int]:
+    """(FULL or SLIDING for each layer, keys that a windowed layer sees)."""
+    if family.kinds is None:
+        return [FULL] * count, 0
+    kinds = family.kinds(f, count)
+    if SLIDING not in kinds:
+        f.get("sliding_window")  # read: it has no effect on full layers
+        return kinds, 0
+    return kinds, f.count("sliding_window")
 
 
 def _ropes(

@@ -92,11 +92,16 @@ class Run:
             self.done[b] += len(new)
         count, single = len(tokens), all(len(chunks.get(b, [])) == 1 for b in range(self.sequences))
         padding = [0] * ((self.sequences if single else ROWS) - count)
-        as_int = [
-            np.asarray(v, np.int32) for v in (tokens + padding, positions + padding, places + padding, starts)
-        ]
-        lens = np.asarray([self.done[b] if b in chunks else 0 for b in range(self.sequences)], np.int32)
-        return Batch(*as_int, lens, self.page_table), count
+        lens = [self.done[b] if b in chunks else 0 for b in range(self.sequences)]
+        batch = Batch(
+            tokens=jnp.asarray(tokens + padding, jnp.int32),
+            positions=jnp.asarray(positions + padding, jnp.int32),
+            places=jnp.asarray(places + padding, jnp.int32),
+            q_starts=jnp.asarray(starts, jnp.int32),
+            kv_lens=jnp.asarray(lens, jnp.int32),
+            page_table=jnp.asarray(self.page_table),
+        )
+        return batch, count
 
 
 def _run_forward(config: ModelConfig, params, batch, pool):

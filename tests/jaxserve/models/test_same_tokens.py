@@ -7,7 +7,10 @@ import pytest
 from tests.jaxserve.models.running import GOLDEN, Run, golden_config, golden_params, golden_prompts, stacked
 
 ARCHS = ["llama", "ministral3", "qwen2", "gemma2", "gemma3", "olmo3"]  # every feature once
-CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def longest_prompt(arch: str) -> list[int]:
@@ -23,7 +26,7 @@ def test_chunks_of_a_prompt_give_the_logits_of_the_whole(arch, sizes):
     run, at = Run(config, params), 0
     for size in sizes:
         got = run.step({0: prompt[at : at + size]})
-        np.testing.assert_allclose(got, whole[at : at + size], **CLOSE)
+        assert_same(got, whole[at : at + size])
         at += size
 
 
@@ -38,10 +41,10 @@ def test_batch_mates_do_not_change_the_logits(arch):
     third = crowd.step({b: [9] for b in range(4)})
     for b, (prompt_b, extra) in enumerate(zip(prompts, ([7, 9], [8, 9], [9], [9]), strict=True)):
         alone = Run(config, params).step({0: prompt_b + extra})
-        np.testing.assert_allclose(third[b], alone[-1], **CLOSE)
+        assert_same(third[b], alone[-1])
         if b == 1:
-            np.testing.assert_allclose(first[5:42], alone[:37], **CLOSE)
-            np.testing.assert_allclose(second[1], alone[37], **CLOSE)
+            assert_same(first[5:42], alone[:37])
+            assert_same(second[1], alone[37])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -50,7 +53,7 @@ def test_a_stack_of_layers_is_scanned_to_the_same_logits(arch):
     params = golden_params(arch, config)
     loop, scan = Run(config, params), Run(config, stacked(params), stack=True)
     for chunk in (prompt[:60], prompt[60:61], prompt[61:]):
-        np.testing.assert_allclose(scan.step({0: chunk}), loop.step({0: chunk}), **CLOSE)
+        assert_same(scan.step({0: chunk}), loop.step({0: chunk}))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "olmo2"])
