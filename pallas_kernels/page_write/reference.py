@@ -14,7 +14,8 @@ def page_write(
     """`pages` with row t at `places[t]` = page * page_size + offset within the page.
 
     W is what a head keeps of a token: its key and value side by side. Donate `pages`, and
-    nothing is copied. Places may repeat only where the content does not matter (padding goes to page 0).
+    nothing is copied. Rows of one page come one after the other. Places may repeat only where the
+    content does not matter (padding goes to page 0).
     With `layer`, `pages` is the stack of all layers' pages, and this layer's are written.
     """
     size = pages.shape[-2]

@@ -1,0 +1,134 @@
+"""Every TPU kernel equals its op's definition, refuses what it cannot do, and compiles for each generation."""
+
+import importlib
+import pkgutil
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import pallas_kernels
+from pallas_kernels.chip import CHIPS, ambient
+from pallas_kernels.op import Op, Unfit
+from pallas_kernels.page_write import page_write
+from pallas_kernels.paged_attention import cases, paged_attention
+
+DTYPES = {"bfloat16": 1e-2, "float32": 3e-5}
+
+
+def every_op():
+    for info in pkgutil.iter_modules(pallas_kernels.__path__):
+        if info.ispkg:
+            op = getattr(importlib.import_module(f"pallas_kernels.{info.name}"), info.name)
+            if "tpu" in op.kernels:
+                yield op, importlib.import_module(f"pallas_kernels.{info.name}.cases")
+
+
+def tiny():
+    for op, known in every_op():
+        for name, case in known.TINY.items():
+            for dtype in DTYPES:
+                yield pytest.param(op, case, dtype, id=f"{op.name}-{name}-{dtype}")
+
+
+def real():
+    """Each case for two generations in turn, so that all meet every generation."""
+    for op, known in every_op():
+        for i, (name, case) in enumerate(known.REAL.items()):
+            for chip in (list(CHIPS)[i % 4], list(CHIPS)[(i + 2) % 4]):
+                yield pytest.param(op, case, CHIPS[chip], id=f"{op.name}-{name}-{chip}")
+
+
+def check(op: Op, case, dtype: str, **blocks) -> None:
+    args, kwargs = case.call(jnp.dtype(dtype))
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.jit(partial(op.using("tpu"), **kwargs, **blocks))(*args)
+    want = jax.jit(partial(op.reference, **kwargs))(*args)
+    assert bool(jnp.isfinite(got).all())
+    np.testing.assert_allclose(case.defined(got), case.defined(want), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("op, case, dtype", list(tiny()))
+def test_kernel_equals_its_definition(op, case, dtype):
+    check(op, case, dtype)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 200)), min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 2, 64), (6, 2, 128), (4, 1, 256)]),
+    page=st.sampled_from([8, 32]),
+    window=st.sampled_from([None, 1, 50]),
+    sinks=st.booleans(),
+    padding=st.integers(0, 3),
+)
+def test_attention_equals_its_definition_on_any_mix(sequences, heads, page, window, sinks, padding):
+    new = tuple(count for count, _ in sequences)
+    lens = tuple(count + old if count else 0 for count, old in sequences)
+    if sum(new) + padding == len(new) and max(new) > 1:
+        padding += 1  # as many rows as sequences promises one row each
+    if not sum(new) + padding:
+        padding = len(new)
+    case = cases.Case(heads, new, lens, page=page, window=window, sinks=sinks, padding=padding)
+    check(paged_attention, case, "float32", blocks={"rows": 16, "keys": 128})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"heads": (4, 2, 80)}, "head size 80"),
+        ({"page": 8}, "page size 8"),
+        ({"page": 48}, "page size 48"),
+        ({"lens": (1 << 21,) * 2}, "scalar memory"),
+    ],
+)
+def test_attention_refuses_what_does_not_fit(change, words):
+    case = cases.Case(**{"heads": (4, 2, 128), "new": (1, 1), "lens": (40, 40), "page": 16} | change)
+    args, kwargs = case.shapes(jnp.bfloat16)
+    with pytest.raises(Unfit, match=words):
+        jax.eval_shape(partial(paged_attention.using("tpu"), **kwargs), *args)
+
+
+def test_mixed_types_and_narrow_caches_are_refused():
+    (q, pages, *rest), kwargs = cases.TINY["decode"].shapes(jnp.bfloat16)
+    q = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    with pytest.raises(Unfit, match="queries are float32 and the cache is bfloat16"):
+        jax.eval_shape(partial(paged_attention.using("tpu"), scale=kwargs["scale"]), q, pages, *rest)
+    narrow = jax.ShapeDtypeStruct((4, 2, 16, 96), jnp.bfloat16)
+    rows, places = jax.ShapeDtypeStruct((3, 2, 96), jnp.bfloat16), np.arange(3, dtype=np.int32)
+    with pytest.raises(Unfit, match="96 values"):
+        jax.eval_shape(page_write.using("tpu"), narrow, rows, places)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("op, case, chip", list(real()))
+def test_kernel_compiles_for_chips_that_are_not_here(tpu_compiler, op, case, chip):
+    """Within VMEM, in place, and without a copy of the cache."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    args, kwargs = case.shapes(jnp.bfloat16)
+    arrays = {name: kwargs.pop(name) for name in ("layer", "sinks") if name in kwargs}
+    place = NamedSharding(mesh, PartitionSpec())
+    args, arrays = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (args, arrays)
+    )
+    donated = 0 if op is page_write else ()
+    step = jax.jit(lambda *a, **k: op.using("tpu")(*a, **k, **kwargs), donate_argnums=donated)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert ambient() is chip
+        compiled = step.trace(*args, **arrays).lower(lowering_platforms=("tpu",)).compile()
+    pages = args[0] if op is page_write else args[1]
+    text = compiled.as_text()
+    assert "tpu_custom_call" in text
+    shape = re.escape("bf16[" + ",".join(map(str, pages.shape)) + "]")
+    assert not re.search(rf"= {shape}\S* copy\(", text)
+    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((args, arrays)) if x is not pages)
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * rest + (1 << 20)
