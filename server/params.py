@@ -19,6 +19,8 @@ def chat_params(served: Served, body: ChatRequest) -> SamplingParams:
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     try:
+        if limit == 0:
+            raise RequestError("max_tokens is 0, which asks for nothing; raise it", param="max_tokens")
         return SamplingParams(**given)
     except RequestError as why:
         raise _in_chats_words(why, body) from None

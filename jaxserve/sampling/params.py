@@ -43,7 +43,7 @@ class SamplingParams:
     bad_words: Any = None  # texts that may not appear in the output; kept as a tuple
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: to the model's limit
+    max_tokens: int | None = 16  # None: to the model's limit; 0: the prompt is computed, and that is all
     min_tokens: int = 0  # before it, neither the end of sequence nor a stop token is chosen
     logprobs: int | None = None  # alternatives for each token, besides the chosen one
     prompt_logprobs: int | None = None
@@ -180,7 +180,7 @@ _CHECKS = {
     "bad_words": _bad_words,
     "include_stop_str_in_output": flag,
     "ignore_eos": flag,
-    "max_tokens": _optional(_within(integer, 1, _INT32)),
+    "max_tokens": _optional(_within(integer, 0, _INT32)),
     "min_tokens": _within(integer, 0, _INT32),
     "logprobs": _optional(_logprobs),
     "prompt_logprobs": _optional(_logprobs),

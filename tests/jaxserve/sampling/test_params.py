@@ -32,7 +32,7 @@ REFUSED = {
     "bad_words": ["word", [""], ["  "], [1], 1, ["x"] * (MAX_BAD_WORDS + 1), ["x" * 129]],
     "include_stop_str_in_output": NO_FLAG,
     "ignore_eos": NO_FLAG,
-    "max_tokens": [0, -1, 2**31, *NO_INTEGER],
+    "max_tokens": [-1, 2**31, *NO_INTEGER],
     "min_tokens": [None, -1, 17, *NO_INTEGER],
     "logprobs": [-1, -2, 21, 10**9, *NO_INTEGER],
     "prompt_logprobs": [-1, -2, 21, 10**9, *NO_INTEGER],
@@ -65,7 +65,7 @@ def test_an_absurd_value_is_refused_by_name(name):
     [
         ("n", 128), ("best_of", 3), ("presence_penalty", -2), ("repetition_penalty", 1.3), ("temperature", 0),
         ("top_p", 1), ("top_p", 1e-300), ("top_k", 10**9), ("min_p", 1), ("seed", -(2**63)), ("seed", 2**63 - 1),
-        ("max_tokens", None), ("min_tokens", 16), ("logprobs", 20), ("prompt_logprobs", 0),
+        ("max_tokens", None), ("max_tokens", 0), ("min_tokens", 16), ("logprobs", 20), ("prompt_logprobs", 0),
         ("logit_bias", {0: -100}), ("logit_bias", {}), ("allowed_token_ids", (3,)), ("truncate_prompt_tokens", -1),
         ("n", np.int64(2)), ("temperature", np.float32(0.5)),
     ],
