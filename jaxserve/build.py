@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import numpy as np
 from jaxserve.buckets import all_buckets
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine, Limits
-from jaxserve.memory import fitting_length, free_bytes, params_bytes, plan_pages
+from jaxserve.engine import Engine
+from jaxserve.memory import device_memory, fitting_length, params_bytes, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
 from jaxserve.sampling.params import SamplingParams
@@ -27,6 +29,7 @@ from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.weights import load, open_checkpoint
 from kv import KVCache
 from pallas_kernels.op import platform
+from sharding.params import stack_layers
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     model = model_for(model_config)
     dtype, cache_dtype = jnp.dtype(config.dtype), jnp.dtype(config.kv_cache_dtype)
     params = model.params(model_config)
+    stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
+    if stacked:
+        params["layers"] = stack_layers(params["layers"])
 
     state_shape = jax.eval_shape(lambda: new_state(config.max_num_seqs, model_config.vocab_size))
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_shape))
@@ -59,12 +65,18 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     page_bytes = model_config.num_layers * int(np.prod(page_shape)) * cache_dtype.itemsize
     weight_bytes = params_bytes(params, dtype)
     assert config.max_model_len is not None
-    num_pages = plan_pages(config, page_bytes, weight_bytes + state_bytes, config.max_model_len, free_bytes())
+    num_pages = plan_pages(
+        config, page_bytes, weight_bytes + state_bytes, config.max_model_len, device_memory()
+    )
     config = replace(config, max_model_len=fitting_length(config, config.max_model_len, num_pages))
     assert config.max_model_len is not None
 
     weights = load(params, checkpoint, dtype, progress=True)
-    pool = tuple(jnp.zeros((num_pages, *page_shape), cache_dtype) for _ in range(model_config.num_layers))
+    layers, pages = model_config.num_layers, (num_pages, *page_shape)
+    if stacked:
+        pool = jnp.zeros((layers, *pages), cache_dtype)
+    else:
+        pool = tuple(jnp.zeros(pages, cache_dtype) for _ in range(layers))
     buckets = all_buckets(
         config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
     )
@@ -73,7 +85,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     loaded = time.monotonic()
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
-    count_compiles(lambda seconds: metrics.on_compile(seconds) if runner.warm.is_set() else None)
+    _count_when_warm(runner, metrics)
     cache = KVCache(num_pages, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
@@ -96,6 +108,13 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     )
     engine = Engine(runner, scheduler, tokenizer, limits, config, metrics)
     return Built(engine, config, model_config, tokenizer)
+
+
+def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:
+    """Let the metrics count compiles that come after the warm-up, for as long as the runner is in use."""
+    warm = runner.warm
+    stop = count_compiles(lambda seconds: metrics.on_compile(seconds) if warm.is_set() else None)
+    weakref.finalize(runner, stop).atexit = False
 
 
 def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:

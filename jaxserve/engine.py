@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -12,17 +12,18 @@ import numpy as np
 from jaxserve.batch import UNSAMPLED, UNSCORED, Row
 from jaxserve.choice import Choice, Ongoing, Prompted
 from jaxserve.config import EngineConfig
-from jaxserve.errors import RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.readout import Found, Readout
+from jaxserve.refusals import Limits, checked
 from jaxserve.request import Delta, Logprob, Request
 from jaxserve.runner import Pending
-from jaxserve.sampling.admission import Admission, admission, check_possible, encode_bad_words
+from jaxserve.sampling.admission import Admission, admission, encode_bad_words
 from jaxserve.sampling.knobs import needs_admit
 from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Chunk, Plan, Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.text import Tokenizer
+from kv import KVCache
 
 CORRUPTED = (
     "the model's logits were not finite for this request (NaN or infinity), so it was ended; other requests are "
@@ -38,15 +39,6 @@ class Runner(Protocol):
     def admit(self, slot: int, admission: Admission) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a model and its deployment allow."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 Launched = tuple[Plan, Pending]
@@ -67,9 +59,7 @@ class Engine:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.limits, self.config, self.metrics = limits, config, metrics
         self.ongoing: dict[str, Ongoing] = {}
-        self.started: list[
-            str
-        ] = []  # requests whose first tokens were launched; whoever counts them empties it
+        self.started: list[str] = []  # requests whose first tokens the last step launched
         self._launched: Launched | None = None
         self._seeds = random.Random(config.seed)
         self._counted = (0, 0, 0)  # preemptions, prefix queries and prefix hits that the metrics know of
@@ -80,22 +70,14 @@ class Engine:
 
     def prepare(self, request: Request) -> Request:
         """The request as it will run, or a RequestError that says why it never can."""
-        params, prompt = request.params, request.prompt_token_ids
-        params.check(self.limits.vocab_size, self.config.max_logprobs)
-        keep = params.truncate_prompt_tokens
-        if keep is not None:
-            room = self.limits.max_model_len - max(params.max_tokens or 0, 1)
-            prompt = prompt[-max(room if keep == -1 else keep, 1) :]
-            request = replace(request, prompt_token_ids=prompt)
-        self._check_prompt(prompt, params)
-        check_possible(params, self.limits.vocab_size, self._bad_words(params), self.limits.eos_token_ids)
-        return request
+        return checked(request, self.limits, self.config, self._bad_words(request.params))
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
         params, prompt = request.params, request.prompt_token_ids
-        wanted = self.limits.max_model_len if params.max_tokens is None else max(params.max_tokens, 1)
-        max_len = min(self.limits.max_model_len, len(prompt) + wanted)
+        max_len = self.limits.max_model_len
+        if params.max_tokens is not None:
+            max_len = len(prompt) + max(params.max_tokens, 1)  # a step always samples
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         prompted = Prompted(len(prompt) if params.prompt_logprobs is not None else None)
         ongoing = Ongoing(request, [], time.monotonic(), prompted)
@@ -126,6 +108,7 @@ class Engine:
 
     def step(self) -> list[tuple[str, Delta]]:
         """Launch one step and read one: the step before, or with async_scheduling off this one."""
+        self.started = []
         plan = self.scheduler.schedule()
         launched = self._launch(plan) if plan.chunks else None
         if not self.config.async_scheduling:
@@ -134,6 +117,13 @@ class Engine:
         deltas = self._read(previous) if previous else []
         self._report(plan)
         return deltas
+
+    def reset(self) -> None:
+        """Forget every request and cached page: an exception in the middle of a step leaves nothing to rely on."""
+        old = self.scheduler
+        cache = KVCache(old.cache.num_pages, old.cache.page_size, old.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(cache, old.max_num_seqs, old.max_num_batched_tokens, old.policy)
+        self.ongoing, self._launched, self._counted = {}, None, (0, 0, 0)
 
     # Launching
 
@@ -162,7 +152,7 @@ class Engine:
             self.started.append(seq.request_id)
         known = seq.tokens[start:end]
         targets: list[int] = []
-        if ongoing.prompted.logprobs is not None and seq.index == 0:
+        if ongoing.prompted.logprobs is not None and seq.index == 0 and not choice.n_out:
             targets = [*seq.tokens[start + 1 : min(end + 1, seq.prompt_len)]]
         return Row(
             tokens=known + [UNSAMPLED] * (chunk.count - len(known)),
@@ -191,7 +181,6 @@ class Engine:
             if not alive:
                 continue
             if not read.finite[i]:
-                self.metrics.on_corrupted()
                 delta = Delta(seq.index, finish_reason="error", error=CORRUPTED)
             else:
                 seq.checked = max(seq.checked, chunk.start + chunk.count)
@@ -212,7 +201,7 @@ class Engine:
         delta = choice.advance(token, logprobs)
         ongoing.generated += len(delta.token_ids)
         if first:
-            self.metrics.on_first_token(now - ongoing.arrived)
+            seq.skip_prefix = False  # what was asked of the prompt is known
             ongoing.first_token = ongoing.first_token or now
             delta = replace(
                 delta,
@@ -220,7 +209,9 @@ class Engine:
                 hidden_states=ongoing.prompted.hidden,
                 num_cached_tokens=seq.num_cached or 0,
             )
-        else:
+        if delta.token_ids and first:
+            self.metrics.on_first_token(now - ongoing.arrived)
+        elif delta.token_ids:
             self.metrics.on_tokens(now - choice.last_at, 1)
         choice.last_at = now
         return delta
@@ -229,7 +220,7 @@ class Engine:
         """Keep what the request asked to know of the prompt rows in this chunk."""
         seq, ongoing = chunk.seq, self.ongoing[chunk.seq.request_id]
         logprobs = ongoing.prompted.logprobs
-        if seq.index or chunk.start >= seq.prompt_len:
+        if seq.index or chunk.start >= seq.prompt_len or self._choice(seq).n_out:
             return
         if logprobs is not None:
             for row in range(rows.start, rows.stop):
@@ -260,14 +251,23 @@ class Engine:
         """The deltas to hand out now; with best_of they wait until the best choices are known."""
         ongoing = self.ongoing[seq.request_id]
         params = ongoing.request.params
+        if delta.finish_reason == "error" and ongoing.finish_reason != "error":
+            self.metrics.on_corrupted()
         if delta.finish_reason:
             self.scheduler.finish(seq)
             ongoing.unfinished -= 1
-            ongoing.finish_reason = delta.finish_reason
+            if ongoing.finish_reason != "error":
+                ongoing.finish_reason = delta.finish_reason
         out = [delta]
-        if (params.best_of or 0) > params.n and delta.finish_reason != "error":
-            ongoing.held.setdefault(seq.index, []).append(delta)
-            out = [] if ongoing.unfinished else _best(ongoing)
+        if (params.best_of or 0) > params.n:
+            if delta.finish_reason == "error":  # which choices are best will never be known
+                out = [replace(delta, index=i) for i in range(params.n)]
+                for choice in ongoing.choices:
+                    self.scheduler.finish(choice.seq)
+                ongoing.unfinished = 0
+            else:
+                ongoing.held.setdefault(seq.index, []).append(delta)
+                out = [] if ongoing.unfinished else _best(ongoing)
         if not ongoing.unfinished:
             self._close(ongoing)
         return [(seq.request_id, delta) for delta in out]
@@ -309,27 +309,6 @@ class Engine:
 
     def _decoded(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False)
-
-    def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
-        bad = next((t for t in prompt if not 0 <= t < self.limits.vocab_size), None)
-        if bad is not None:
-            raise RequestError(
-                f"prompt has token id {bad}, and the vocabulary has {self.limits.vocab_size} tokens; "
-                f"use ids from 0 to {self.limits.vocab_size - 1}",
-                param="prompt",
-            )
-        limit, asked = self.limits.max_model_len, params.max_tokens
-        if len(prompt) + max(asked or 0, 1) > limit:
-            output = asked if asked is not None else 1
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{len(prompt) + output} tokens ({len(prompt)} in the messages, {output} in the completion). "
-                "Please reduce the length of the messages or completion.",
-                param="messages",
-                code="context_length_exceeded",
-            )
 
 
 def _best(ongoing: Ongoing) -> list[Delta]:
