@@ -16,6 +16,7 @@ from jaxserve.errors import EngineError, RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.outputs import Collected
 from jaxserve.request import Request, RequestOutput
+from jaxserve.sampling.checks import shown
 from jaxserve.sampling.params import SamplingParams
 
 Prompt = (
@@ -58,7 +59,7 @@ class LLM:
         `use_tqdm` shows a progress bar (vLLM's name for it).
         """
         listed = _listed(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(listed))
+        params = _one_each(SamplingParams() if sampling_params is None else sampling_params, len(listed))
         requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         return self._run(requests, use_tqdm)
 
@@ -138,9 +139,14 @@ class LLM:
                     param="prompts",
                 )
             text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
+            if prompt.get("prompt_token_ids") is not None:
                 return list(prompt["prompt_token_ids"]), text
             return self._tokens(text or "", add_special_tokens)
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise RequestError(
+                f"a prompt is {shown(prompt)}; give a text, token ids, or a dict of prompt or prompt_token_ids",
+                param="prompts",
+            )
         return list(prompt), None
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
@@ -155,9 +161,9 @@ class LLM:
                     for request_id, delta in self.engine.step():
                         if collected[request_id].add(delta):
                             bar.advance(task)
-        finally:
-            for request_id in collected:
-                self.engine.abort(request_id)
+        except BaseException:
+            self.engine.reset()
+            raise
         failed = next((c.error for c in collected.values() if c.error), None)
         if failed:
             raise EngineError(failed)

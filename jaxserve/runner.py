@@ -4,10 +4,12 @@ A runner is anything with `launch(rows) -> pending`, `pending.result()` and `adm
 a scripted one in its place.
 """
 
+import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -66,6 +68,7 @@ class DeviceRunner:
         rest = [bucket for bucket in self._buckets if bucket not in self._compiled]
         self._thread = threading.Thread(target=self._compile_all, args=(rest,), name="compile", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # an interpreter that ends in the middle of a compile would crash
 
     def close(self) -> None:
         """Stop compiling; the compile that has begun is waited for."""
@@ -77,6 +80,7 @@ class DeviceRunner:
             if self._closing:
                 return
             self._compile(bucket)
+        atexit.unregister(self.close)
         self.warm.set()
         log.info("all %d steps are compiled", len(self._buckets))
 
@@ -91,12 +95,27 @@ class DeviceRunner:
         counts = [len(row.tokens) for row in rows] or [1]
         bucket = choose(self._ready, counts, max((len(row.pages) for row in rows), default=0))
         flat = pack(rows, bucket)
-        output, self.pool, self.state = self._compiled[bucket](self.params, self.pool, self.state, flat)
+        with self._donating():
+            output, self.pool, self.state = self._compiled[bucket](self.params, self.pool, self.state, flat)
         return Pending(output)
 
     def admit(self, slot: int, admission: Admission) -> None:
         """Fill a slot's state for a request whose sampling needs it, before its first step."""
-        self.state = self._admit(self.state, np.int32(slot), admission)
+        with self._donating():
+            self.state = self._admit(self.state, np.int32(slot), admission)
+
+    @contextmanager
+    def _donating(self) -> Iterator[None]:
+        """Around a call that takes pages and slots and gives them back: if an interrupt loses them, make new ones."""
+        try:
+            yield
+        except BaseException:
+            self.pool, self.state = jax.tree.map(_blank_if_lost, (self.pool, self.state))
+            raise
+
+
+def _blank_if_lost(array: jax.Array) -> jax.Array:
+    return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) if array.is_deleted() else array
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
