@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Self
@@ -43,29 +44,33 @@ class Health:
 class Deltas:
     """One request's deltas as an asynchronous iterator; `aclose` before the end aborts the request."""
 
-    def __init__(self, llm: "AsyncLLM", request: Request):
+    def __init__(self, request: Request, abandon: Callable[["Deltas"], None]):
+        """`abandon` is told when nobody wants the rest."""
         self.loop = asyncio.get_running_loop()
-        self._llm, self._request_id, self._unfinished = llm, request.request_id, request.params.n
+        self.request_id, self.choices = request.request_id, request.params.n
+        self._abandon = abandon
+        self._open = set(range(self.choices))  # choices that have not ended
         self._arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._unfinished:
-            raise StopAsyncIteration
-        arrived = await self._arrived.get()
-        if isinstance(arrived, Exception):
-            self._unfinished = 0
-            raise arrived
-        if arrived.finish_reason:
-            self._unfinished -= 1
-        return arrived
+        while self._open:
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception) and self._open:
+                self._open.clear()
+                raise arrived
+            if isinstance(arrived, Delta) and arrived.index in self._open:
+                if arrived.finish_reason:
+                    self._open.remove(arrived.index)
+                return arrived
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        if self._unfinished:
-            self._unfinished = 0
-            self._llm.abort(self._request_id)
+        if self._open:
+            self._open.clear()
+            self._abandon(self)
 
     def put(self, arrived: Delta | Exception) -> None:
         """On the consumer's loop."""
@@ -86,10 +91,11 @@ class AsyncLLM:
         built = build(config, self.metrics)
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self._engine = built.engine
-        self._streams: dict[str, Deltas] = {}
+        self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
+        self._served: dict[str, Deltas] = {}  # of those in the engine; only its thread looks here
         self._queued: dict[str, int] = {}  # submitted and not started: request id to prompt tokens
         self._lock = threading.Lock()
-        self._inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()
         self._wake = threading.Event()
         self._draining = self._closing = False
         self._failure: str | None = None
@@ -105,22 +111,23 @@ class AsyncLLM:
         OverloadedError when there is no room now.
         """
         request = self._engine.prepare(request)
-        stream = Deltas(self, request)
+        stream = Deltas(request, self._abandon)
         with self._lock:
             self._check_room(request)
             self._streams[request.request_id] = stream
             self._queued[request.request_id] = len(request.prompt_token_ids)
-            self._inbox.put(("add", request))
+            self._inbox.put(("add", request, stream))
         self._wake.set()
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Stop a request and give its pages back; one that has ended already is no mistake."""
-        with self._lock:
-            self._streams.pop(request_id, None)
-            self._queued.pop(request_id, None)
-            self._inbox.put(("abort", request_id))
-        self._wake.set()
+        """Stop a request and give its pages back; one that has ended already is no mistake.
+
+        What is left of its choices ends with the finish_reason "abort".
+        """
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._abandon(stream)
 
     def load(self) -> Load:
         """How much there is to do, now."""
@@ -144,7 +151,7 @@ class AsyncLLM:
         deadline = time.monotonic() + timeout
         while self._streams and not self._failure and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        self._inbox.put(("end", SHUTTING_DOWN))
+        self._inbox.put(("end", SHUTTING_DOWN, None))
         self._wake.set()
 
     def close(self) -> None:
@@ -153,6 +160,16 @@ class AsyncLLM:
         self._wake.set()
         self._thread.join()
         self._engine.runner.close()
+
+    def _abandon(self, stream: Deltas) -> None:
+        with self._lock:
+            if self._streams.get(stream.request_id) is not stream:
+                return
+            del self._streams[stream.request_id]
+            self._queued.pop(stream.request_id, None)
+            self._inbox.put(("abort", None, stream))
+        self._wake.set()
+        _hand_over([(stream, Delta(i, finish_reason="abort")) for i in range(stream.choices)])
 
     def _check_room(self, request: Request) -> None:
         if self._failure:
@@ -202,36 +219,36 @@ class AsyncLLM:
     def _take_mail(self) -> None:
         while True:
             try:
-                kind, what = self._inbox.get_nowait()
+                kind, what, stream = self._inbox.get_nowait()
             except Empty:
                 return
             if kind == "add":
-                if what.request_id in self._streams:  # not aborted meanwhile
-                    self._engine.add(what)
-            elif kind == "abort":
-                self._engine.abort(what)
-            else:
+                self._engine.add(what)
+                self._served[what.request_id] = stream
+            elif kind == "end":
                 self._end_all(what)
+            elif self._served.get(stream.request_id) is stream:
+                self._engine.abort(stream.request_id)
+                del self._served[stream.request_id]
 
     def _note_started(self) -> None:
         """Requests that were given their first tokens no longer wait."""
-        started, self._engine.started = self._engine.started, []
-        if started:
+        if self._engine.started:
             with self._lock:
-                tokens = sum(self._queued.pop(request_id, 0) for request_id in started)
+                tokens = sum(self._queued.pop(request_id, 0) for request_id in self._engine.started)
             elapsed = max(time.monotonic() - self._beat, 1e-3)
             self._pace += 0.1 * (tokens / elapsed - self._pace)
 
     def _deliver(self, deltas: list[tuple[str, Delta]]) -> None:
-        arrived: list[tuple[Deltas, Delta | Exception]] = []
-        for request_id, delta in deltas:
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                arrived.append((stream, delta))
-            if delta.finish_reason and request_id not in self._engine.ongoing:
+        lost = _hand_over([(self._served[request_id], delta) for request_id, delta in deltas])
+        for request_id in {request_id for request_id, delta in deltas if delta.finish_reason}:
+            if request_id not in self._engine.ongoing:
+                stream = self._served.pop(request_id)
                 with self._lock:
-                    self._streams.pop(request_id, None)
-        _hand_over(arrived)
+                    if self._streams.get(request_id) is stream:
+                        del self._streams[request_id]
+        for stream in lost:
+            self._abandon(stream)
 
     def _end_all(self, why: str) -> None:
         """Every request ends here, those that have not reached the engine too."""
@@ -239,8 +256,9 @@ class AsyncLLM:
             while not self._inbox.empty():
                 self._inbox.get_nowait()
             streams, self._streams, self._queued = self._streams, {}, {}
-        for request_id in streams:
+        for request_id in list(self._engine.ongoing):
             self._engine.abort(request_id)
+        self._served.clear()
         _hand_over([(s, OverloadedError(why, retry_after=5, draining=True)) for s in streams.values()])
 
     def _fail_all(self) -> None:
@@ -263,8 +281,11 @@ def engine_config(model: str | EngineConfig, settings: dict[str, Any]) -> Engine
     return EngineConfig(model, **settings)
 
 
-def _hand_over(arrived: list[tuple[Deltas, Delta | Exception]]) -> None:
-    """Put each item into its stream, on the stream's own event loop; one call a loop."""
+def _hand_over(arrived: list[tuple[Deltas, Delta | Exception]]) -> list[Deltas]:
+    """Put each item into its stream, on the stream's own event loop, in one call a loop.
+
+    Returns the streams whose loop is closed: nobody can ever read them.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Deltas, Delta | Exception]]] = {}
     for stream, item in arrived:
         by_loop.setdefault(stream.loop, []).append((stream, item))
@@ -273,8 +294,10 @@ def _hand_over(arrived: list[tuple[Deltas, Delta | Exception]]) -> None:
         for stream, item in batch:
             stream.put(item)
 
+    lost: list[Deltas] = []
     for loop, batch in by_loop.items():
         try:
             loop.call_soon_threadsafe(put, batch)
         except RuntimeError:
-            log.debug("a consumer's event loop is closed; its deltas are dropped")
+            lost += [stream for stream, _ in batch]
+    return lost
