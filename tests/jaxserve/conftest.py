@@ -1,0 +1,20 @@
+"""One tiny model, compiled once for all tests of the engine."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from jaxserve.build import Built, build
+from jaxserve.config import EngineConfig
+from jaxserve.metrics import Metrics
+from tests.engines import SIZES
+from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
+    """A warm engine; `tests.engines.around` makes others on its runner."""
+    path = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True)
+    config = EngineConfig(str(path), compilation_cache_dir=compilation_cache_dir, **SIZES)
+    built = build(config, Metrics(CollectorRegistry(), "tiny"))
+    assert built.engine.runner.warm.wait(240)
+    return built
