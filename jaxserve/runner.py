@@ -45,7 +45,6 @@ class DeviceRunner:
         self._buckets = buckets
         self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
-        self._admit = jax.jit(admit, donate_argnums=0)
         self._closing = False
         self._lock = threading.Lock()
 
@@ -63,6 +62,8 @@ class DeviceRunner:
             task = bar.add_task("", total=len(first))
             for _ in compilers.map(self._compile, first):
                 bar.advance(task)
+        shapes = jax.tree.map(_shape, (self.state, np.int32(0), blank))
+        self._admit = jax.jit(admit, donate_argnums=0).lower(*shapes).compile()
         self.admit(0, blank)
         self.launch([]).result()
         rest = [bucket for bucket in self._buckets if bucket not in self._compiled]
@@ -118,5 +119,5 @@ def _blank_if_lost(array: jax.Array) -> jax.Array:
     return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) if array.is_deleted() else array
 
 
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape(array: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
