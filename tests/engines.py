@@ -1,9 +1,12 @@
 """Engines around one compiled tiny model: other pages, budgets and policies need no new compile."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from prometheus_client import CollectorRegistry
 
 from jaxserve.build import Built
@@ -11,6 +14,7 @@ from jaxserve.engine import Engine
 from jaxserve.metrics import Metrics
 from jaxserve.outputs import Collected
 from jaxserve.request import Request, RequestOutput
+from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from kv import KVCache
@@ -31,6 +35,15 @@ def around(built: Built, runner: Any = None, pages: int = 160, **settings: Any) 
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
     metrics = Metrics(CollectorRegistry(), "tiny")
     return Engine(runner or built.engine.runner, scheduler, built.tokenizer, limits, config, metrics)
+
+
+def with_weights(built: Built, params: Any) -> DeviceRunner:
+    """The model's compiled steps over other weights, with pages and slots of its own."""
+    runner = copy.copy(built.engine.runner)
+    assert isinstance(runner, DeviceRunner)
+    runner.params = params
+    runner.pool, runner.state = jax.tree.map(jnp.copy, (runner.pool, runner.state))
+    return runner
 
 
 def counted(metrics: Metrics, name: str, **labels: str) -> float:

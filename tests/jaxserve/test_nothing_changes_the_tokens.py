@@ -24,7 +24,7 @@ KINDS: list[tuple[list[int], SamplingParams]] = [
     (LONG[:41], drawn(1)),
     (LONG[:80], drawn(2, top_p=0.9, top_k=40, logprobs=0)),
     (LONG[:23], drawn(3, min_p=0.05, repetition_penalty=1.4, presence_penalty=0.5, max_tokens=40)),
-    (LONG[:23] + [1, 2, 3], greedy(frequency_penalty=1.5, repetition_penalty=1.2, max_tokens=40)),
+    ([*LONG[:23], 1, 2, 3], greedy(frequency_penalty=1.5, repetition_penalty=1.2, max_tokens=40)),
     ([9] * 30, drawn(4, logit_bias={5: 3.0, 6: -100.0}, bad_words=["a", "bc"])),
     ([9] * 31, drawn(5, allowed_token_ids=list(range(97, 123)), stop=["q", "xyz"], max_tokens=60)),
     (LONG[:16], drawn(6, ignore_eos=False, min_tokens=15, max_tokens=25, logit_bias={257: 6.0})),
