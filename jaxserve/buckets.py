@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-SHORT_CONTEXT = 256  # tokens: sequences no longer than this get a step that reads no more cache
 PROMPT_RATIO = 3  # between neighbouring sizes of steps that compute prompts
 
 
@@ -23,35 +22,28 @@ def all_buckets(
 ) -> list[Bucket]:
     """Every bucket of a deployment, smallest first.
 
-    Decoding comes in powers of two, for short contexts and (in powers of eight) for any context. Prompts
-    come in a few sizes, alone (attention then needs no loop over sequences) and beside running sequences.
+    Decoding comes in powers of two. Prompts come in a few sizes, alone (attention then needs no loop over
+    sequences) and beside running sequences. Attention reads the keys that there are, so the number of pages is
+    the same in all.
     """
-
-    def pages(tokens: int) -> int:
-        return -(-min(tokens, max_model_len) // page_size)
-
+    pages = -(-max_model_len // page_size)
     powers = [2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs] + [max_num_seqs]
-    found = {Bucket(b, b, pages(SHORT_CONTEXT)) for b in powers}
-    found |= {Bucket(b, b, pages(max_model_len)) for b in (*powers[::3], max_num_seqs)}
+    found = {Bucket(seqs, seqs, pages) for seqs in powers}
     # Never as small as the number of sequences: equal sizes promise one token each.
     size = max(max_num_batched_tokens, max_num_seqs + 1)
     while True:
-        found |= {Bucket(size, max_num_seqs, pages(max_model_len))}
-        found |= {Bucket(size, 1, pages(max(size, SHORT_CONTEXT)))}
+        found |= {Bucket(size, max_num_seqs, pages), Bucket(size, 1, pages)}
         smaller = -(-size // (PROMPT_RATIO * 8)) * 8
         if not max_num_seqs < smaller < size:
-            break
+            return sorted(found)
         size = smaller
-    found.add(Bucket(max(max_num_batched_tokens, 2), 1, pages(max_model_len)))
-    return sorted(found)
 
 
 def first_needed(buckets: list[Bucket]) -> list[Bucket]:
     """A few of `buckets` between which any batch finds one that is not far too large."""
-    seqs, pages = max(b.seqs for b in buckets), max(b.pages for b in buckets)
-    wide = [b for b in buckets if b.pages == pages]
-    decoding = [b for b in wide if b.tokens == b.seqs and b.seqs in (1, seqs)]
-    return [*decoding, *(max(b for b in wide if b.seqs == n and b.tokens > n) for n in {1, seqs})]
+    most = max(b.seqs for b in buckets)
+    decoding = [b for b in buckets if b.tokens == b.seqs and b.seqs in (1, most)]
+    return [*decoding, *(max(b for b in buckets if b.seqs == n and b.tokens > n) for n in {1, most})]
 
 
 def choose(buckets: list[Bucket], counts: list[int], pages: int) -> Bucket:

@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-KEYS_AT_ONCE = 512  # keys of one block: a cache of no more needs no loop, which XLA runs on one core
+KEYS_AT_ONCE = 512  # keys of one block
+KEYS_OF_ONE_ROW = 64  # the same for sequences of one row: what is gathered stays in a core's own cache
 ROWS_AT_ONCE = 128  # query rows of one block when several sequences bring many
 MASKED = -1e30
 
@@ -107,7 +108,8 @@ def _attend(form, q_BRKGH, first, page_table, kv_lens, sinks):
     """R consecutive rows of each sequence from position `first[b]` on -> [B, R, K, G, H] float32."""
     b, r, k, g, h = q_BRKGH.shape
     page = form.pages.shape[2]
-    pages_at_once = min(page_table.shape[1], max(1, KEYS_AT_ONCE // page))
+    wanted = KEYS_OF_ONE_ROW if r == 1 else KEYS_AT_ONCE
+    pages_at_once = min(page_table.shape[1], max(1, wanted // page))
     q_BKRH = (q_BRKGH.transpose(0, 2, 3, 1, 4)).reshape(b, k, g * r, h)
     positions = jnp.tile(first[:, None] + jnp.arange(r, dtype=jnp.int32)[None], (1, g))
     step = partial(_block, form, q_BKRH, positions, kv_lens, page_table, pages_at_once)

@@ -12,7 +12,7 @@ def test_every_batch_that_settings_allow_finds_a_step(data, seqs, page):
     budget = data.draw(st.integers(seqs, 2000))
     longest = data.draw(st.integers(1, 5000))
     buckets = all_buckets(seqs, budget, longest, page)
-    assert buckets == sorted(set(buckets)) and len(buckets) <= 60
+    assert buckets == sorted(set(buckets)) and len(buckets) <= 20
     counts = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=seqs))
     counts = [min(count, budget // len(counts)) for count in counts]
     pages = data.draw(st.integers(1, -(-longest // page)))
@@ -31,11 +31,10 @@ def test_the_full_batch_finds_a_step_whatever_the_settings():
             assert choose(buckets, [max(budget, seqs)], 256).seqs >= 1
 
 
-def test_short_contexts_and_few_sequences_get_smaller_steps():
+def test_few_sequences_get_smaller_steps():
     buckets = all_buckets(32, 512, 8192, 16)
-    assert len(buckets) <= 20, "each costs a compile at every start"
-    assert choose(buckets, [1], 3) == (choose(buckets, [1], 16))
-    assert choose(buckets, [1], 3).pages < choose(buckets, [1], 17).pages
+    assert len(buckets) <= 12, "each costs a compile at every start"
+    assert choose(buckets, [1], 3).tokens == 1
     assert choose(buckets, [1] * 3, 3).seqs == 4
     assert choose(buckets, [20], 3).tokens <= 64 and choose(buckets, [20], 3).seqs == 1
 

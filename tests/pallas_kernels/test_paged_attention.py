@@ -69,6 +69,7 @@ def test_any_mix_of_rows_equals_attention_by_hand(new, old, window, soft_cap, si
     sinks = rng.normal(size=4).astype(np.float32) if sink else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "KEYS_AT_ONCE", keys)
+        patch.setattr(reference, "KEYS_OF_ONE_ROW", keys)
         patch.setattr(reference, "ROWS_AT_ONCE", rows)
         got = paged_attention(
             *map(jnp.asarray, (q, pages, table, starts, lens)),
