@@ -92,7 +92,7 @@ class CompletionAnswer:
         """The answer in one piece."""
         choices = await self.generation.choices(self._deltas())
         written = [self._choice(choice, first=True) for choice in choices]
-        return self._head() | {"choices": written, "usage": self._usage()}
+        return self._head() | {"choices": written, "usage": self.generation.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer in pieces; each choice's last one names the reason it ended."""
@@ -107,19 +107,16 @@ class CompletionAnswer:
             chunk = head | {"choices": [self._choice(delta, first=delta.index not in begun)]}
             begun.add(delta.index)
             if usage:
-                chunk["usage"] = self._usage() if so_far else None
+                chunk["usage"] = self.generation.usage() if so_far else None
             yield chunk
         if usage:
-            yield head | {"choices": [], "usage": self._usage()}
+            yield head | {"choices": [], "usage": self.generation.usage()}
 
     async def _deltas(self) -> AsyncIterator[Delta]:
         """The engine's deltas, the prompt put before each choice's first if it is to be echoed."""
         begun: set[int] = set()
         async for delta in self.generation.deltas():
-            if self.body.echo and delta.index not in begun:
-                yield self._with_prompt(delta)
-            elif self.body.max_tokens != 0:
-                yield delta
+            yield self._with_prompt(delta) if self.body.echo and delta.index not in begun else delta
             begun.add(delta.index)
 
     def _with_prompt(self, delta: Delta) -> Delta:
@@ -127,16 +124,7 @@ class CompletionAnswer:
         ids = self.generation.requests[prompt].prompt_token_ids
         scored: Any = (
             delta.prompt_logprobs
-        )  # with None for the first token, which is why it is not a Delta's type
-        if self.body.max_tokens == 0:
-            return replace(
-                delta,
-                text=self.echoes[prompt],
-                token_ids=ids,
-                logprobs=scored,
-                finish_reason="length",
-                stop_reason=None,
-            )
+        )  # None for the first token, which a Delta's own logprobs never have
         return replace(
             delta,
             text=self.echoes[prompt] + delta.text,
@@ -177,9 +165,3 @@ class CompletionAnswer:
 
     def _shows_tokens(self, delta: Delta) -> bool:
         return bool(delta.token_ids) and (self.body.logprobs is not None or bool(self.body.return_token_ids))
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self.generation.usage()
-        if self.body.max_tokens == 0:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage

@@ -27,16 +27,13 @@ def chat_params(served: Served, body: ChatRequest) -> SamplingParams:
 
 
 def completion_params(served: Served, body: CompletionRequest) -> SamplingParams:
-    """How to sample a completion; `echo` with `logprobs` asks for the prompt's too.
-
-    A limit of 0 is 1 here, because the engine always takes a token; the route leaves it out of the answer.
-    """
+    """How to sample a completion; `echo` with `logprobs` asks for the prompt's too."""
     given = _fields(served, body)
     given |= {
         name: getattr(body, name) for name in ("best_of", "logprobs") if getattr(body, name) is not None
     }
     if body.max_tokens is not None:
-        given["max_tokens"] = body.max_tokens or 1
+        given["max_tokens"] = body.max_tokens
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         given["prompt_logprobs"] = body.logprobs
     return SamplingParams(**given)

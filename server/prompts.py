@@ -67,7 +67,7 @@ def check_vocabulary(served: Served, ids: list[int], param: str) -> None:
 def truncated(served: Served, ids: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
     """The last `keep` of `ids` (-1: as many as leave room for the output)."""
     if keep == -1:
-        keep = max(served.max_model_len - (max_tokens or 1), 1)
+        keep = max(served.max_model_len - (1 if max_tokens is None else max_tokens), 1)
     return ids if keep is None or keep < 1 else ids[-keep:]
 
 

@@ -70,6 +70,6 @@ class Served:
             )
 
 
-def served(request: Request) -> Served:
+async def served(request: Request) -> Served:
     """What this request's app serves (a FastAPI dependency)."""
     return request.app.state.served

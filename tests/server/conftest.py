@@ -41,11 +41,11 @@ def client(make_client):
 def live(engine):
     """Starts a real server, with the settings given; gives its address."""
     with contextlib.ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(_running(engine, ServerConfig(**settings)))
+        yield lambda **settings: stack.enter_context(running(engine, ServerConfig(**settings)))
 
 
 @contextlib.contextmanager
-def _running(engine, config):
+def running(engine, config):
     server = uvicorn.Server(uvicorn.Config(create_app(engine, config), port=0, log_level="error"))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(),))
     thread.start()

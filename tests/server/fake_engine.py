@@ -141,6 +141,9 @@ class FakeEngine:
 
     def _deltas(self, request: Request, index: int):
         params, eos = request.params, self.tokenizer.eos_token_ids[0]
+        if params.max_tokens == 0:
+            yield Delta(index, finish_reason="length")
+            return
         words = self.tokenizer.encode(WORDS, add_special_tokens=False)
         start = ((params.seed or 0) + index) % len(words)
         words = [*words[start:], *(words * 40 if params.ignore_eos else [eos])]
