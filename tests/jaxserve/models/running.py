@@ -77,7 +77,8 @@ class Run:
     def inside(self, chunks: dict[int, list[int]]) -> dict[str, np.ndarray]:
         """What the model computed for the new tokens: logits [T, V], hidden [T, D] and what `collect` gives."""
         batch, count = self._batch(chunks)
-        out, self.pool = _forward(self.config, self.params, batch, self.pool)
+        forward = _forward_tiny if self.config.hidden_size < 256 else _forward
+        out, self.pool = forward(self.config, self.params, batch, self.pool)
         return {name: np.asarray(values)[..., :count, :] for name, values in out.items()}
 
     def _batch(self, chunks: dict[int, list[int]]) -> tuple[Batch, int]:
@@ -111,3 +112,10 @@ def _run_forward(config: ModelConfig, params, batch, pool):
 
 
 _forward = jax.jit(_run_forward, static_argnums=0, donate_argnums=3)
+# A tiny model takes longer to compile than to run.
+_forward_tiny = jax.jit(
+    _run_forward,
+    static_argnums=0,
+    donate_argnums=3,
+    compiler_options={"xla_backend_optimization_level": 0},
+)

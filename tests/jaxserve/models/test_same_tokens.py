@@ -6,7 +6,7 @@ import pytest
 
 from tests.jaxserve.models.running import GOLDEN, Run, golden_config, golden_params, golden_prompts, stacked
 
-ARCHS = ["llama", "ministral3", "qwen2", "gemma2", "gemma3", "olmo3"]  # every feature once
+ARCHS = ["llama", "ministral3", "gemma2", "gemma3"]  # what depends on position or layer, each once
 
 
 def assert_same(got: np.ndarray, expected: np.ndarray):
