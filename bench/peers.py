@@ -86,7 +86,8 @@ def main() -> int:
     model = resolve_demo(args.model)
     tokens = load_tokenizer(model).encode((ROOT / "LICENSE").read_text(), add_special_tokens=False)
     with ExitStack() as stack:
-        peer = [args.peer_python, str(ROOT / "bench" / "peer_transformers.py"), model]
+        # -P: transformers looks for a package "kernels", and must not find ours beside the script.
+        peer = [args.peer_python, "-P", str(ROOT / "bench" / "peer_transformers.py"), model]
         ours = [sys.executable, "-m", "bench.peer_jaxserve", model]
         workers = [
             stack.enter_context(started("jaxserve", ours)),
