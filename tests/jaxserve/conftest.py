@@ -16,5 +16,5 @@ def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
     path = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True)
     config = EngineConfig(str(path), compilation_cache_dir=compilation_cache_dir, **SIZES)
     built = build(config, Metrics(CollectorRegistry(), "tiny"))
-    assert built.engine.runner.warm.wait(240)
+    assert built.engine.runner.warm.wait(290)
     return built
