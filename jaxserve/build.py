@@ -51,7 +51,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
-    config = _settled(config, model_config)
+    config = _with_dtypes(config, model_config)
     model = model_for(model_config)
     dtype, cache_dtype = jnp.dtype(config.dtype), jnp.dtype(config.kv_cache_dtype)
     params = model.params(model_config)
@@ -64,12 +64,10 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     page_shape = model.cache_shape(model_config, config.block_size)
     page_bytes = model_config.num_layers * int(np.prod(page_shape)) * cache_dtype.itemsize
     weight_bytes = params_bytes(params, dtype)
-    assert config.max_model_len is not None
-    num_pages = plan_pages(
-        config, page_bytes, weight_bytes + state_bytes, config.max_model_len, device_memory()
-    )
-    config = replace(config, max_model_len=fitting_length(config, config.max_model_len, num_pages))
-    assert config.max_model_len is not None
+    other_bytes, longest = weight_bytes + state_bytes, model_config.max_model_len
+    num_pages = plan_pages(config, page_bytes, other_bytes, longest, device_memory())
+    longest = fitting_length(config, longest, num_pages)
+    config = replace(config, max_model_len=longest)
 
     weights = load(params, checkpoint, dtype, progress=True)
     layers, pages = model_config.num_layers, (num_pages, *page_shape)
@@ -77,9 +75,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
         pool = jnp.zeros((layers, *pages), cache_dtype)
     else:
         pool = tuple(jnp.zeros(pages, cache_dtype) for _ in range(layers))
-    buckets = all_buckets(
-        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.block_size
-    )
+    buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
     state = new_state(config.max_num_seqs, model_config.vocab_size)
     runner = DeviceRunner(Step(model_config, config.block_size), weights, pool, state, buckets)
     loaded = time.monotonic()
@@ -89,7 +85,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     cache = KVCache(num_pages, config.block_size, config.enable_prefix_caching)
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
-    limits = Limits(config.max_model_len, model_config.vocab_size, eos)
+    limits = Limits(longest, model_config.vocab_size, eos)
     metrics.set_cache_config(
         block_size=config.block_size,
         num_gpu_blocks=num_pages - 1,
@@ -117,13 +113,13 @@ def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:
     weakref.finalize(runner, stop).atexit = False
 
 
-def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The settings with nothing left to "auto"."""
+def _with_dtypes(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The settings with no dtype left to "auto"."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else model.dtype
     cache = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return replace(config, dtype=dtype, kv_cache_dtype=cache, max_model_len=model.max_model_len)
+    return replace(config, dtype=dtype, kv_cache_dtype=cache)
 
 
 def _keep_compiled(config: EngineConfig) -> None:
