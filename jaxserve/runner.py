@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxserve.batch import Row, pack
 from jaxserve.buckets import Bucket, choose, first_needed
+from jaxserve.compiles import give_back_memory
 from jaxserve.sampling.admission import Admission
 from jaxserve.sampling.state import SlotState, admit
 from jaxserve.step import Step, StepOutput
@@ -88,6 +89,7 @@ class DeviceRunner:
     def _compile(self, bucket: Bucket) -> None:
         params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
         self._compiled[bucket] = self.step.lower(params, pages, state, bucket).compile()
+        give_back_memory()
         with self._lock:
             self._ready = sorted([*self._ready, bucket])
 
