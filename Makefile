@@ -21,8 +21,9 @@ serve: .venv/.stamp-demo
 	@echo
 	@exec .venv/bin/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: lint
-	$(PYTHON) -m pytest $(ARGS)
+# Kernels are compiled for TPUs that are not here. libtpu stays out of .venv, where JAX would look for a chip with it.
+test: lint .tpu/.stamp
+	PYTHONPATH=.tpu JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(ARGS)
 
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check .
@@ -30,15 +31,19 @@ lint: .venv/.stamp-dev
 	.venv/bin/pyright
 
 # The support table of README and docs/support.md, from a run of the tests that carry its rows.
-docs: .venv/.stamp-dev
-	$(PYTHON) -m pytest -m supports --support-report build/support.json
+docs: .venv/.stamp-dev .tpu/.stamp
+	PYTHONPATH=.tpu JAX_PLATFORMS=cpu $(PYTHON) -m pytest -m supports --support-report build/support.json
 	$(PYTHON) -m bench.support build/support.json
 
 clean:
-	rm -rf .venv .uv build *.egg-info
+	rm -rf .venv .uv .tpu build *.egg-info
 
 .venv/.stamp-%: pyproject.toml $(VENV) | $(UV)
 	$(UV) pip install --quiet --python $(PYTHON) --editable '.[$*$(if $(filter dev,$*),$(comma)demo)]'
+	@touch $@
+
+.tpu/.stamp: pyproject.toml $(VENV) | $(UV)
+	$(UV) pip install --quiet --python $(PYTHON) --target .tpu --no-deps 'libtpu>=0.0.30,<0.1'
 	@touch $@
 
 $(VENV): .python-version | $(UV)
