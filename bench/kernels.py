@@ -136,7 +136,7 @@ def main() -> None:
             for chip in args.chip:
                 row = run(op, case, chip, blocks)
                 rows.append(row)
-                table.add_row(*(str(row.get(name, row.get("error", "?"))) for name in columns))
+                table.add_row(*(str(row.get(name, "failed")) for name in columns))
                 if args.output:
                     args.output.write_text(json.dumps(rows, indent=1) + "\n")
     Console(width=160).print(table)

@@ -74,8 +74,7 @@ def analyse(
         for i, b in enumerate(prog.bundles):
             if m.counts[i]:
                 for ins in b.instrs:
-                    c = mxu_cost(ins.op, chip) if ins.mxu is not None else None
-                    if c:
+                    if ins.mxu is not None and (c := mxu_cost(ins.op, chip)):
                         (busy if c[0] == "matmul" else push)[ins.mxu % chip.mxus] += c[1] * m.counts[i]
         dyn = prog.slot_sum(0, n - 1, m.counts) if prog.slots else {}
         dmas: dict[str, list] = {}
@@ -134,7 +133,7 @@ def analyse(
         child = sum(
             prog.loops[j].tail - prog.loops[j].head + 1
             for j in range(len(prog.loops))
-            if prog.loops[j].parent is not None and prog.loops[prog.loops[j].parent] is lp
+            if (parent := prog.loops[j].parent) is not None and prog.loops[parent] is lp
         )
         entry = dict(
             id=lp.id,

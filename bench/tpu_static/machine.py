@@ -192,7 +192,7 @@ class Machine:
         return bool(cond)
 
     def do_dma(self, kind, size, flag, src, dst, run):
-        nbytes = UNK if size is UNK else (size & _M) * GRANULE
+        nbytes: Any = UNK if size is UNK else (size & _M) * GRANULE
         if nbytes is UNK:
             self.unmodelled["dma of unknown size"] = self.unmodelled.get("dma of unknown size", 0) + 1
             nbytes = 0
@@ -381,7 +381,7 @@ class Machine:
         self.V = [UNK] * (len(self.vreg) + 1)
         self.P = [UNK] * (len(self.phys) + 1)
         self.G: dict[int, Any] = {}
-        env = dict(
+        env: dict[str, Any] = dict(
             V=self.V,
             P=self.P,
             T=self.T,

@@ -32,7 +32,9 @@ def _compile(
     target: str, topology: str, params: dict, workdir: str, flags: str, timeout: float, python: str
 ) -> dict:
     os.makedirs(workdir, exist_ok=True)
-    spec = dict(target=target, topology=topology, params=params, meta=os.path.join(workdir, "meta.json"))
+    spec: dict = dict(
+        target=target, topology=topology, params=params, meta=os.path.join(workdir, "meta.json")
+    )
     path = os.path.join(workdir, "spec.json")
     Path(path).write_text(json.dumps(spec))
     init = f"--xla_jf_dump_to={workdir}/llo {DUMP_FLAGS} {flags}"

@@ -141,6 +141,7 @@ class Program:
         for lines in chunks:
             text = "\n".join(lines)
             m = _BUNDLE.match(text)
+            assert m
             body = text[m.end() :]
             for c in re.findall(r"/\* ?(?:entry|exit) bundle: (.*?)\*/", body, re.S):
                 self.entry_comment = c

@@ -40,6 +40,7 @@ def _load_case(target: str):
     path, _, func = target.rpartition(":")
     if path.endswith(".py"):
         spec = importlib.util.spec_from_file_location("tpu_static_case", path)
+        assert spec and spec.loader
         mod = importlib.util.module_from_spec(spec)
         sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
         spec.loader.exec_module(mod)
@@ -132,7 +133,7 @@ def _worker(spec_path: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    me = importlib.import_module("bench.tpu_static.worker")  # as cases import it; this is __main__
+    me: Any = importlib.import_module("bench.tpu_static.worker")  # as cases import it; this is __main__
     desc = topologies.get_topology_desc(platform="tpu", topology_name=spec["topology"])
     me.topology_devices, me.topology_name = list(desc.devices), spec["topology"]
     d0 = desc.devices[0]

@@ -162,10 +162,8 @@ def _launch(pages, page_table, layer, window, sinks, q, pairs: Pairs, *, form, r
     (t, n, h), (_, _, k, page, width) = q.shape, pages.shape
     g, tiles, here = n // k, -(-t // rows), chip.ambient()
     q_tiles, height = _tiled(q, k, rows, width)
-    at_once = (
-        (k, height) if rows == 1 else (1, max(i for i in range(8, SCORE_ROWS + 1, 8) if height % i == 0))
-    )
-    static = Static(form, rows, keys, page, page_table.shape[1], k, height, h, width, *at_once)
+    at_once = max(i for i in range(8, SCORE_ROWS + 1, 8) if height % i == 0)
+    static = Static(form, rows, keys, page, page_table.shape[1], k, height, h, width, at_once)
     cores = min(here.cores, tiles)
     scalars = (
         _shares(pairs, cores, keys),

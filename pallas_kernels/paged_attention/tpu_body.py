@@ -36,8 +36,7 @@ class Static(NamedTuple):
     height: int  # query rows of a tile and kv head: tokens times heads, and padding
     head: int
     width: int  # of a key and its value side by side
-    heads_at_once: int  # kv heads whose softmax is computed together
-    rows_at_once: int  # query rows, likewise
+    rows_at_once: int  # query rows of one head multiplied together
 
 
 class Pairs(NamedTuple):
@@ -75,6 +74,7 @@ class Refs(NamedTuple):
     top: Any  # [K, height, 128]: largest score, the same in every lane
     weight: Any  # [K, height, 128]: sum of exp2(score - top), one partial sum a lane
     sums: Any  # [K, height, H or 2H]
+    scores: Any  # [2, rows_at_once, keys]: of the part being folded and of the next
 
 
 def scratch(s: Static, dtype) -> list:
@@ -87,6 +87,7 @@ def scratch(s: Static, dtype) -> list:
         pltpu.VMEM((s.kv_heads, s.height, LANES), jnp.float32),
         pltpu.VMEM((s.kv_heads, s.height, LANES), jnp.float32),
         pltpu.VMEM((s.kv_heads, s.height, lanes), jnp.float32),
+        pltpu.VMEM((2, s.rows_at_once, s.keys) if s.rows > 1 else (8, LANES), jnp.float32),
     ]
 
 
@@ -233,51 +234,64 @@ class _Place(NamedTuple):
 
 
 def _attend(c: _Call, place: _Place, masked: bool) -> None:
-    """Fold one block of keys into the tile's softmax, some heads and rows at a time."""
+    """Fold one block of keys into the tile's softmax, `rows_at_once` query rows of one head at a time."""
     s = c.s
     chunks = s.height // s.rows_at_once
-    steps = s.kv_heads // s.heads_at_once * chunks
-    if steps == 1:
-        _fold(c, place, masked, 0, 0)
+    steps = s.kv_heads * chunks
+
+    def part(i):
+        return i // chunks, pl.multiple_of(i % chunks * s.rows_at_once, s.rows_at_once)
+
+    if s.rows == 1:  # few rows: all heads at once fit the registers
+        scores = [_scores(c, place, *part(i)) for i in range(steps)]
+        for i in range(steps):
+            _fold(c, place, masked, *part(i), scores[i])
         return
 
-    def fold(i, _):
-        row = pl.multiple_of(i % chunks * s.rows_at_once, s.rows_at_once)
-        _fold(c, place, masked, i // chunks, row)
+    # The next part's product goes to the matrix unit while this part's exponentials are computed.
+    def two(i, _):
+        for parity in (0, 1):
+            now = 2 * i + parity
+            c.r.scores[1 - parity] = _scores(c, place, *part(jnp.minimum(now + 1, steps - 1)))
+            _fold(c, place, masked, *part(now), c.r.scores[parity])
 
-    lax.fori_loop(0, steps, fold, None)
+    c.r.scores[0] = _scores(c, place, 0, 0)
+    lax.fori_loop(0, steps // 2, two, None)
+    if steps % 2:
+        _fold(c, place, masked, *part(steps - 1), c.r.scores[0])
 
 
-def _fold(c: _Call, place: _Place, masked: bool, head, row) -> None:
+def _scores(c: _Call, place: _Place, head, row) -> Array:
+    """Products of some query rows with the block's keys, [rows_at_once, keys]."""
     s, r = c.s, c.r
-    heads = [head * s.heads_at_once + i for i in range(s.heads_at_once)]
-    rows, n = pl.ds(row, s.rows_at_once), s.rows_at_once
-    split = s.head % LANES == 0
-    keys, values = (slice(0, s.head), slice(s.head, None)) if split else (slice(None), slice(None))
-    precision = lax.Precision.HIGHEST if r.kv.dtype == jnp.float32 else None
-    dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    scores = _together(
-        [dot(r.q[0, k, rows], r.kv[place.slot, k, :, keys], (((1,), (1,)), ((), ()))) for k in heads]
-    )
+    keys = r.kv[place.slot, head, :, slice(0, s.head) if s.head % LANES == 0 else slice(None)]
+    return _dot(r.q[0, head, pl.ds(row, s.rows_at_once)], keys, contract=1)
+
+
+def _fold(c: _Call, place: _Place, masked: bool, head, row, scores: Array) -> None:
+    """One step of the online softmax."""
+    s, r, rows = c.s, c.r, pl.ds(row, c.s.rows_at_once)
     scores = _bent(s.form, scores)
     if masked:
         scores = jnp.where(_seen(c, place, row, scores.shape), scores, MASKED)
-    old = _together([r.top[k, rows] for k in heads])
+    old = r.top[head, rows]
     top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp2(scores - _wide(top, s.keys))
     shrink = jnp.exp2(old - top)
-    partial_sums = sum(weights[:, i : i + LANES] for i in range(0, s.keys, LANES))
-    weights = weights.astype(r.kv.dtype)
-    for i, k in enumerate(heads):
-        mine = slice(i * n, (i + 1) * n)
-        r.top[k, rows] = top[mine]
-        r.weight[k, rows] = r.weight[k, rows] * shrink[mine] + partial_sums[mine]
-        found = dot(weights[mine], r.kv[place.slot, k, :, values], (((1,), (0,)), ((), ())))
-        r.sums[k, rows] = r.sums[k, rows] * _wide(shrink[mine], found.shape[1]) + found
+    lanes = [weights[:, i : i + LANES] for i in range(0, s.keys, LANES)]
+    r.top[head, rows] = top
+    r.weight[head, rows] = r.weight[head, rows] * shrink + sum(lanes[1:], lanes[0])
+    values = r.kv[place.slot, head, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
+    found = _dot(weights.astype(values.dtype), values, contract=0)
+    r.sums[head, rows] = r.sums[head, rows] * _wide(shrink, found.shape[1]) + found
 
 
-def _together(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+def _dot(x: Array, y: Array, contract: int) -> Array:
+    """Rows of `x` times dimension `contract` of `y`, summed in float32."""
+    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, y, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def _wide(x: Array, lanes: int) -> Array:
