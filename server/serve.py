@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from server.app import create_app
+from server.auth import OPEN
 from server.config import ServerConfig
 
 log = logging.getLogger("uvicorn.error")
@@ -89,6 +90,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
             )
         )
+        logging.getLogger("uvicorn.access").addFilter(_is_news)
         self.failure: BaseException | None = None
         self._app, self._settings = app, config
         self._draining: asyncio.Task | None = None
@@ -124,6 +126,11 @@ class _Server(uvicorn.Server):
             log.info("Told to stop: running requests have %g s to finish; a second signal stops now", timeout)
             await engine.drain(timeout)
         self.should_exit = True
+
+
+def _is_news(access: logging.LogRecord) -> bool:
+    """Whether a line of the access log is worth writing: probes ask for their health every few seconds."""
+    return not (isinstance(access.args, tuple) and access.args[2] in OPEN)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -82,40 +82,40 @@ def start(unused_tcp_port):
 
 
 def open_stream(process: Process) -> tuple[threading.Thread, list[str]]:
-    """A stream that another thread reads; its lines so far."""
+    """A stream that has begun and that another thread reads; its lines so far."""
     lines: list[str] = []
 
     def read() -> None:
         with httpx.stream("POST", process.url + CHAT, json=LONG, timeout=60) as response:
-            lines.extend(line for line in response.iter_lines() if line)
+            for line in filter(None, response.iter_lines()):
+                lines.append(line)
 
     thread = threading.Thread(target=read)
-    with httpx.Client() as client:
-        before = client.get(process.url + "/health")
-    assert before.status_code == 200
     thread.start()
+    while not lines:
+        assert thread.is_alive()
+        time.sleep(0.01)
     return thread, lines
 
 
 def test_a_stream_begun_before_sigterm_is_finished_and_newcomers_are_sent_away(start):
-    process = start(engine={"delay": 0.01, "first_delay": 1.0})
+    process = start(engine={"first_delay": 3.0}, sse_keep_alive_interval=0.05)
     process.wait_for("/readyz", 200)
     thread, lines = open_stream(process)
-    time.sleep(0.5)
     process.popen.send_signal(signal.SIGTERM)
     process.wait_for("/readyz", 503)
     refused = httpx.post(process.url + CHAT, json=chat())
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     thread.join()
     assert lines[-1] == "data: [DONE]"
-    process.end()
+    output = process.end()
+    assert CHAT in output and "/readyz" not in output  # in the access log
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error_event(start):
     process = start(engine={"delay": 0.5}, shutdown_timeout=1.0)
     process.wait_for("/readyz", 200)
     thread, lines = open_stream(process)
-    time.sleep(1.0)
     process.popen.send_signal(signal.SIGTERM)
     thread.join()
     error = json.loads(lines[-1].removeprefix("data: "))["error"]
