@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Self
@@ -240,14 +240,14 @@ class AsyncLLM:
             self._pace += 0.1 * (tokens / elapsed - self._pace)
 
     def _deliver(self, deltas: list[tuple[str, Delta]]) -> None:
-        lost = _hand_over([(self._served[request_id], delta) for request_id, delta in deltas])
+        arrived = [(self._served[request_id], delta) for request_id, delta in deltas]
         for request_id in {request_id for request_id, delta in deltas if delta.finish_reason}:
             if request_id not in self._engine.ongoing:
                 stream = self._served.pop(request_id)
                 with self._lock:
                     if self._streams.get(request_id) is stream:
                         del self._streams[request_id]
-        for stream in lost:
+        for stream in _hand_over(arrived):  # last: who sees the end of a request can use its id again
             self._abandon(stream)
 
     def _end_all(self, why: str) -> None:
@@ -281,7 +281,7 @@ def engine_config(model: str | EngineConfig, settings: dict[str, Any]) -> Engine
     return EngineConfig(model, **settings)
 
 
-def _hand_over(arrived: list[tuple[Deltas, Delta | Exception]]) -> list[Deltas]:
+def _hand_over(arrived: Iterable[tuple[Deltas, Delta | Exception]]) -> list[Deltas]:
     """Put each item into its stream, on the stream's own event loop, in one call a loop.
 
     Returns the streams whose loop is closed: nobody can ever read them.
