@@ -78,14 +78,14 @@ class LLM:
         """Answer one conversation (a list of messages) or several."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
+        tokenizer = self.tokenizer.with_chat_template(chat_template) if chat_template else self.tokenizer
         prompts = []
         for conversation in conversations:
-            token_ids, text = self.tokenizer.encode_chat(
+            token_ids, text = tokenizer.encode_chat(
                 list(conversation),
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                template=chat_template,
                 template_kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})

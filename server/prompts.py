@@ -22,11 +22,11 @@ async def chat_tokens(served: Served, body: ChatFields) -> tuple[list[int], str]
     size = sum(len(str(message.content)) for message in body.messages)
     return await _off_loop(
         size,
-        served.engine.tokenizer.encode_chat,
+        served.tokenizer.encode_chat,
         [_as_template_sees(message) for message in body.messages],
         add_generation_prompt=not body.continue_final_message if generate is None else generate,
         continue_final_message=bool(body.continue_final_message),
-        template=body.chat_template or served.chat_template,
+        template=body.chat_template,
         template_kwargs=body.chat_template_kwargs,
         special_in_content=served.config.allow_special_tokens_in_content,
     )

@@ -3,12 +3,14 @@
 import hashlib
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
 
 from jaxserve.errors import OverloadedError, RequestError
+from jaxserve.text import Tokenizer
 from server.config import ServerConfig
 
 VERSION = version("jaxserve")
@@ -23,6 +25,12 @@ class Served:
     config: ServerConfig
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's, with the chat template that whoever runs the server gave."""
+        tokenizer = self.engine.tokenizer
+        return tokenizer.with_chat_template(self.chat_template) if self.chat_template else tokenizer
 
     @property
     def names(self) -> tuple[str, ...]:
