@@ -112,8 +112,11 @@ def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> B
 
 
 def _rule(rows: int, heads: int, row_bytes: int) -> dict[str, int]:
-    tile = 1 << max(rows - 1, 0).bit_length()
-    return {"rows": min(max(tile, 16), max(16, 8192 // heads)), "keys": BLOCK_BYTES // row_bytes}
+    """Short tiles where sequences bring a few rows (verification), else as tall as VMEM lets many heads be."""
+    return {
+        "rows": 16 if rows <= 16 else min(256, max(16, 8192 // heads & -16)),
+        "keys": BLOCK_BYTES // row_bytes,
+    }
 
 
 def _one_row_pairs(lens: Array, window, keys: int) -> Pairs:
