@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxserve.async_llm import engine_config
@@ -153,7 +154,9 @@ class LLM:
         collected = {request.request_id: Collected(request) for request in requests}
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         try:
-            with Progress(*columns, disable=not show_progress, transient=True) as bar:
+            with Progress(
+                *columns, console=Console(stderr=True), disable=not show_progress, transient=True
+            ) as bar:
                 task = bar.add_task("", total=len(requests))
                 for request in requests:
                     self.engine.add(request)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.batch import Row, pack
@@ -57,6 +58,7 @@ class DeviceRunner:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            console=Console(stderr=True),
             disable=not progress,
         )
         with bar, ThreadPoolExecutor(2) as compilers:
