@@ -1,0 +1,229 @@
+"""Low-bit matrices, packed as checkpoints store them: `QTensor`, `quantise` and `dequantise`.
+
+The same code runs on numpy arrays (a loader's, exact to the last subnormal) and on JAX arrays, inside jit too
+(XLA on a CPU takes subnormals for zero).
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits of a code; the fourth is the sign
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix [F, D] is stored: what a code is, and which codes share a scale."""
+
+    name: str
+    codes: str  # "e4m3", "int8", "int4" or "e2m1"
+    block: tuple[int, int]  # rows and columns that share a scale; 0 is all of them
+    scale: Any = jnp.float32  # dtype of the scales; uint8 is E8M0, a power of two
+    zeros: bool = False  # a zero point beside every scale
+    per_tensor: bool = False  # one more scale for the whole matrix
+
+    @property
+    def packed(self) -> bool:
+        """Two codes a byte, the even column's in the low nibble."""
+        return self.codes in ("int4", "e2m1")
+
+    @property
+    def bits(self) -> float:
+        """Bits of memory per weight of a matrix that its blocks divide; scales of whole rows not counted."""
+        rows, columns = self.block
+        scale = 8 * (jnp.dtype(self.scale).itemsize + self.zeros)
+        return (4.0 if self.packed else 8.0) + (scale / (rows * columns) if rows * columns else 0.0)
+
+
+FP8_BLOCK = Format("fp8_block", "e4m3", (128, 128))
+FP8_CHANNEL = Format("fp8_channel", "e4m3", (1, 0))
+INT8_CHANNEL = Format("int8_channel", "int8", (1, 0))
+MXFP4 = Format("mxfp4", "e2m1", (1, 32), scale=jnp.uint8)
+NVFP4 = Format("nvfp4", "e2m1", (1, 16), scale=jnp.float8_e4m3fn, per_tensor=True)
+
+
+def int4(group: int, *, zeros: bool = False, scale: Any = jnp.bfloat16) -> Format:
+    """Codes of 0 to 15 about a zero point (8 unless `zeros`), one scale for `group` consecutive columns."""
+    return Format(f"int4_{group}{'_zeros' if zeros else ''}", "int4", (1, group), scale, zeros)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, MXFP4, NVFP4,
+        *(int4(group, zeros=zeros) for group in (32, 64, 128) for zeros in (False, True)),
+    )
+}  # fmt: skip
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "zeros", "tensor_scale"),
+    meta_fields=("format",),
+)
+@dataclass(frozen=True)
+class QTensor:
+    """A matrix [F, D], output rows by input columns, or a stack of them, in its packed form.
+
+    Every leaf has the stack's leading axes, so that slicing the leaves slices the matrix.
+    """
+
+    codes: Any  # [..., F, D] float8_e4m3fn or int8; [..., F, D / 2] uint8 where two codes share a byte
+    scales: Any  # [..., F / rows, D / columns], rounded up
+    zeros: Any = None  # uint8, like `scales`
+    tensor_scale: Any = None  # [...] float32
+    format: Format = field(kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix that this stands for."""
+        *outer, width = self.codes.shape
+        return (*outer, width * 2 if self.format.packed else width)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.codes.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, scales included."""
+        leaves = jax.tree.leaves(self)
+        return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in leaves)
+
+
+def quantise(x, format: Format) -> QTensor:
+    """`x` [..., F, D] in `format`, every code the nearest (ties to even), what is too large saturated.
+
+    A block of zeros has scale 0, and one with a NaN or an infinity becomes NaN as a whole.
+    FP8 (arXiv:2209.05433; 128 x 128 blocks: DeepSeek-V3, arXiv:2412.19437, 3.3): scale = max / 448.
+    INT8: max / 127. INT4: max / 7.5, or (max - min) / 15 with zero points, as GPTQ and AWQ have it.
+    MXFP4 (OCP Microscaling 1.0, 6.3): scale = 2^(floor(log2 max) - 2).
+    NVFP4 (NVIDIA, "Introducing NVFP4"): tensor scale = max / (448 * 6), block scale = block max / 6 / tensor scale.
+    """
+    (f, d), (_, columns) = x.shape[-2:], format.block
+    if columns and d % columns and format.block[0] == 1:
+        raise ValueError(
+            f"{format.name} groups {columns} columns, and D={d} is no multiple; pad D with zeros"
+        )
+    xp = x.__array_namespace__()
+    x = x.astype(np.float32)
+    blocks = _blocked(x, format)
+    scales, zeros, tensor_scale = _scales(xp, blocks, format)
+    step = _expand(_step(xp, scales, tensor_scale, format), format, (f, d))
+    ratio = xp.where(step > 0, x / xp.where(step > 0, step, np.float32(1)), np.float32(0))
+    zero = None if zeros is None else _expand(zeros.astype(np.float32), format, (f, d))
+    return QTensor(_encode(xp, ratio, zero, format), scales, zeros, tensor_scale, format=format)
+
+
+def dequantise(w: QTensor, dtype: Any = np.float32):
+    """The matrix [..., F, D] that `w` stands for: code times scale in float32, then rounded to `dtype`."""
+    xp, shape = w.codes.__array_namespace__(), w.shape[-2:]
+    values = _decode(xp, w.codes, w.format)
+    if w.format.codes == "int4":
+        zero = np.float32(8) if w.zeros is None else _expand(w.zeros.astype(np.float32), w.format, shape)
+        values = values - zero
+    step = _step(xp, w.scales, w.tensor_scale, w.format)
+    return (values * _expand(step, w.format, shape)).astype(dtype)
+
+
+def _blocked(x, format: Format):
+    """[..., F / rows, rows, D / columns, columns], padded with zeros where a block is cut by the edge."""
+    *stack, f, d = x.shape
+    rows, columns = format.block[0] or f, format.block[1] or d
+    xp = x.__array_namespace__()
+    x = xp.pad(x, [(0, 0)] * len(stack) + [(0, -f % rows), (0, -d % columns)])
+    return x.reshape(*stack, -(-f // rows), rows, -(-d // columns), columns)
+
+
+def _scales(xp, blocks, format: Format):
+    """(scales, zero points or None, tensor scale or None) of blocks as `_blocked` gives them."""
+    top = xp.max(xp.abs(blocks), axis=(-3, -1))
+    finite = xp.all(xp.isfinite(blocks), axis=(-3, -1))  # XLA's maximum on a CPU may pass over a NaN
+    tensor_scale = zeros = None
+    if format.scale == jnp.uint8:
+        exponent = (top.view(np.int32) >> np.int32(23)) - np.int32(2)
+        exponent = xp.where(finite, xp.maximum(exponent, np.int32(0)), np.int32(255))
+        return exponent.astype(np.uint8), None, None
+    if format.per_tensor:
+        most = xp.max(xp.where(finite, top, np.float32(0)), axis=(-2, -1))
+        tensor_scale = most / _constant(most, E2M1_MAX * E4M3_MAX)
+        by = xp.where(tensor_scale > 0, tensor_scale, np.float32(1))[..., None, None]
+        scale = xp.minimum(top / _constant(top, E2M1_MAX) / by, np.float32(E4M3_MAX))
+    elif format.zeros:
+        high = xp.maximum(xp.max(blocks, axis=(-3, -1)), np.float32(0))
+        low = xp.minimum(xp.min(blocks, axis=(-3, -1)), np.float32(0))
+        low = xp.where(finite, low, np.float32(0))
+        scale = ((high - low) / _constant(high, 15.0)).astype(format.scale)
+        by = scale.astype(np.float32)
+        zeros = xp.rint(-low / xp.where(by > 0, by, np.float32(1)))
+        zeros = xp.where(finite, xp.clip(zeros, 0, 15), np.float32(0)).astype(np.uint8)
+    else:
+        scale = top / _constant(top, {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[format.codes])
+    scale = xp.where(finite, scale.astype(np.float32), np.float32(np.nan))
+    return scale.astype(format.scale), zeros, tensor_scale
+
+
+def _constant(like, value: float):
+    """`value` for every element, kept from XLA, which would multiply by its rounded inverse instead of dividing."""
+    full = like.__array_namespace__().full_like(like, value)
+    return full if isinstance(full, np.ndarray) else jax.lax.optimization_barrier(full)
+
+
+def _step(xp, scales, tensor_scale, format: Format):
+    """The scale of every block in float32."""
+    if format.scale == jnp.uint8:  # E8M0 (OCP Microscaling 1.0, 5.4.1): 2^(byte - 127), 255 is NaN
+        bits = scales.astype(np.int32) << np.int32(23)
+        bits = xp.where(scales == 0, np.int32(1 << 22), bits)
+        return xp.where(scales == 255, np.int32(0x7FC00000), bits).view(np.float32)
+    step = scales.astype(np.float32)
+    return step if tensor_scale is None else step * tensor_scale[..., None, None]
+
+
+def _expand(step, format: Format, shape: tuple[int, int]):
+    """One value a block -> one an element."""
+    (f, d), (rows, columns) = shape, format.block
+    xp = step.__array_namespace__()
+    if rows != 1:
+        step = xp.repeat(step, rows or f, axis=-2)[..., :f, :]
+    return step if columns == 0 else xp.repeat(step, columns, axis=-1)[..., :d]
+
+
+def _encode(xp, ratio, zero, format: Format):
+    if format.codes == "e4m3":
+        return xp.clip(ratio, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    ratio = xp.where(xp.isnan(ratio), np.float32(0), ratio)
+    if format.codes == "int8":
+        return xp.clip(xp.rint(ratio), -127, 127).astype(np.int8)
+    if format.codes == "int4":
+        codes = xp.clip(xp.rint(ratio) + (np.float32(8) if zero is None else zero), 0, 15).astype(np.uint8)
+    else:
+        codes = _encode_e2m1(xp, ratio)
+    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+
+
+def _encode_e2m1(xp, x):
+    """E2M1 (OCP Microscaling 1.0, 5.3.3): no NaN, no infinity, largest 6; a tie goes to the even code."""
+    size = xp.abs(x)
+    code = xp.signbit(x).astype(np.uint8) << np.uint8(3)
+    for i, (low, high) in enumerate(pairwise(E2M1)):
+        middle = np.float32((low + high) / 2)
+        code = code + (size >= middle if i % 2 else size > middle).astype(np.uint8)
+    return code
+
+
+def _decode(xp, codes, format: Format):
+    """Codes as float32 [..., F, D]; INT4 without its zero point taken off."""
+    if not format.packed:
+        return codes.astype(np.float32)
+    pairs = xp.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
+    codes = pairs.reshape(*codes.shape[:-1], -1)
+    if format.codes == "int4":
+        return codes.astype(np.float32)
+    table = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
+    return xp.asarray(table)[codes.astype(np.int32)]
