@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from jaxserve.errors import ConfigError
 
@@ -73,6 +73,7 @@ class EngineConfig:
             if choices and getattr(self, f.name) not in choices:
                 found = getattr(self, f.name)
                 raise ConfigError(f"{f.name}={found!r} is unknown; use one of {', '.join(choices)}")
+            _check_number(f.name, f.type, getattr(self, f.name))
         if not self.model:
             raise ConfigError("no model was named; give a folder, a .gguf file or a hub name")
         for name in (
@@ -100,3 +101,11 @@ class EngineConfig:
                 f"max_num_seqs={self.max_num_seqs}, so not every running sequence could get its next token in a step; "
                 "raise it or lower max_num_seqs"
             )
+
+
+def _check_number(name: str, kind: Any, value: Any) -> None:
+    """Refuse what is no number (or no switch) where one belongs; an integer will do for a fraction."""
+    kinds = get_args(kind) or (kind,)
+    for number, word in ((bool, "True or False"), (int, "an integer"), (float, "a number")):
+        if number in kinds and type(value) not in kinds and not (number is float and type(value) is int):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; use {word}")

@@ -184,6 +184,8 @@ def _turn(runner, peer: Peer, conversation: Conversation, line: str, sampling, i
     conversation.turns.append({"role": "user", "content": line})
     answer = _Answer()
     try:
+        if any("\ud800" <= character <= "\udfff" for character in line):  # what Python reads bad bytes as
+            raise RequestError("a line is not valid UTF-8 text")
         runner.run(answer.stream(peer.answer(conversation.messages, sampling)))
     except KeyboardInterrupt:
         print(" [stopped]", end="", file=sys.stderr)

@@ -99,12 +99,13 @@ async def _completion_prompt(
         check_vocabulary(served, prompt, "prompt")
         ids = prompt
     if not ids:
+        why = "this model has no beginning-of-sequence token to start from"
+        if not isinstance(prompt, str):
+            why = "a list of token ids is taken as it is"
+        elif not special:
+            why = "add_special_tokens is false"
         raise RequestError(
-            "the prompt is empty, and this model has no beginning-of-sequence token to start from; write something"
-            if special
-            else "the prompt is empty, and add_special_tokens is false; write something",
-            param="prompt",
-            code="empty_prompt",
+            f"the prompt is empty, and {why}; write something", param="prompt", code="empty_prompt"
         )
     return ids, prompt if isinstance(prompt, str) else None
 

@@ -95,6 +95,11 @@ def test_a_line_that_ends_in_a_backslash_goes_on(monkeypatch, capsys):
     assert peer.seen[0][0][-1]["content"] == "one\ntwo"
 
 
+def test_a_line_that_is_not_text_is_a_mistake_of_the_user_s(monkeypatch, capsys):
+    with pytest.raises(RequestError, match="UTF-8"):
+        talk(monkeypatch, capsys, b"caf\xe9\n".decode(errors="surrogateescape"))
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(monkeypatch, capsys):
     peer, out, _ = talk(monkeypatch, capsys, "stop me\ngo on\n")
     assert out == "half \ngo on \n"

@@ -85,6 +85,11 @@ async def test_an_empty_prompt_is_refused_where_there_is_no_such_token(make_clie
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 
 
+async def test_an_empty_list_of_tokens_is_not_blamed_on_the_model(client):
+    error = (await client.post(URL, json={"prompt": [[]]})).json()["error"]
+    assert error["code"] == "empty_prompt" and "this model has no" not in error["message"]
+
+
 async def test_a_prompt_may_be_cut_to_fit(client, engine):
     await client.post(URL, json={"prompt": list(range(200)), "truncate_prompt_tokens": 5})
     await client.post(URL, json={"prompt": [65] * 500, "truncate_prompt_tokens": -1, "max_tokens": 6})
