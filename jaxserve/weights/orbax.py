@@ -98,7 +98,7 @@ class OrbaxCheckpoint:
     def read(self, name: str) -> np.ndarray:
         spec = {
             "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": f"file://{self.file(name)}/", "path": f"{name}/"},
+            "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{Path(self.file(name)).absolute()}/"}, "path": f"{name}/"},
         }
         try:
             store = tensorstore.open(spec, open=True, read=True, context=self._context).result()

@@ -46,6 +46,13 @@ def test_restoring_equals_reading_the_source_bit_for_bit(source, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.parametrize("name", ["relative", "with a space, %20, # and ?"])
+def test_a_converted_folder_may_be_named_as_any_other(source, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    convert(str(source), name)
+    assert open_checkpoint(name).read("model.ids").tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_model_loads_the_same_from_both(tmp_path, params_of, dtype):
     source = open_checkpoint(str(GOLDEN / "qwen3"))
