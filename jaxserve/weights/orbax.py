@@ -96,10 +96,8 @@ class OrbaxCheckpoint:
         return str(Path(self.path) / "weights" / self._stored(name).part)
 
     def read(self, name: str) -> np.ndarray:
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{Path(self.file(name)).absolute()}/"}, "path": f"{name}/"},
-        }
+        part = {"driver": "file", "path": f"{Path(self.file(name)).absolute()}/"}
+        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": part, "path": f"{name}/"}}
         try:
             store = tensorstore.open(spec, open=True, read=True, context=self._context).result()
             found = f"{store.dtype.name}{list(store.shape)}"
