@@ -1,4 +1,4 @@
-"""The shapes that steps are compiled for: few enough to compile all of them before the first request."""
+"""The shapes that steps are compiled for: few enough that all of them are compiled soon after the start."""
 
 from dataclasses import dataclass
 
