@@ -23,7 +23,7 @@ def run(tiny, script: list[int], **fields) -> list[Delta]:
     return deltas
 
 
-def told(deltas: list[Delta]) -> tuple[str, int, str, object]:
+def told(deltas: list[Delta]) -> tuple[str, int, str | None, int | str | None]:
     last = deltas[-1]
     return (
         "".join(delta.text for delta in deltas), sum(len(delta.token_ids) for delta in deltas),

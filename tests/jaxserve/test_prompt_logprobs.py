@@ -71,7 +71,7 @@ def test_hidden_states_are_the_forward_pass(tiny, forward, budget):
     engine = around(tiny, max_num_batched_tokens=budget)
     for length in (70, 3, 33):
         output = complete(engine, PROMPT[:length], greedy(max_tokens=0), hidden_states=True)
-        assert output.hidden_states.dtype == np.float32
+        assert output.hidden_states is not None and output.hidden_states.dtype == np.float32
         np.testing.assert_allclose(output.hidden_states, forward[1][:length], atol=2e-4)
 
 

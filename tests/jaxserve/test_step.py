@@ -17,6 +17,7 @@ from jaxserve.buckets import Bucket
 from jaxserve.config import EngineConfig
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.state import new_state
 from sharding.params import Param, stack_layers
 from tests.engines import SIZES, around, complete, greedy
@@ -82,6 +83,7 @@ def test_the_engine_runs_on_stacked_layers(tiny, tmp_path, monkeypatch, compilat
     )
     built = jaxserve.build.build(config, Metrics(CollectorRegistry(), "tiny"))
     runner = built.engine.runner
+    assert isinstance(runner, DeviceRunner)
     assert runner.params["layers"]["q"].shape == (2, 32, 32) and runner.pool.shape[0] == 2
     jax.tree.map(
         np.testing.assert_array_equal, runner.params["layers"], stacked(tiny.engine.runner.params)["layers"]
