@@ -1,7 +1,7 @@
 """LLM: a model in this process, for offline use; names and results as in vLLM."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +177,11 @@ def _listed(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}; give a text, token ids, or a list of either",
+            param="prompts",
+        )
     prompts = list(prompts)
     return [prompts] if prompts and all(isinstance(p, int | np.integer) for p in prompts) else prompts
 

@@ -93,7 +93,7 @@ def fitting_length(config: EngineConfig, max_model_len: int, num_pages: int) -> 
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len={max_model_len} does not fit the cache, which holds {capacity} tokens; lower it, or raise "
-            "gpu_memory_utilization or kv_cache_memory_bytes"
+            "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization, whichever was given"
         )
     log.warning(
         "the cache holds %d tokens: max_model_len is that, not the model's %d", capacity, max_model_len

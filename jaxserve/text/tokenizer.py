@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Tokenizer:
             )
         variables = _variables(tools, template_kwargs, add_generation_prompt, continue_final_message)
         source = chat.source(template, tools=bool(tools))
+        _refuse_unread(template_kwargs or {}, source)
         parts, developer = chat.takes_parts(source), "developer" in source
         prepared = chat_messages.prepare(messages, parts=parts, developer=developer)
         if not special_in_content:
@@ -192,6 +194,17 @@ def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError as why:
         raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair") from why
+
+
+def _refuse_unread(template_kwargs: Mapping[str, Any], source: str) -> None:
+    """A variable that the template never mentions would do nothing."""
+    unread = [name for name in template_kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
+    if unread:
+        raise RequestError(
+            f"this model's chat template does not read {', '.join(sorted(unread))}; take it out of "
+            "chat_template_kwargs",
+            param="chat_template_kwargs",
+        )
 
 
 def _variables(

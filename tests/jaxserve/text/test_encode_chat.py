@@ -127,7 +127,8 @@ def test_no_way_through_a_template_forges(source):
     }  # fmt: skip
     tools = [{"type": "function", "function": {"name": evil, "description": evil, evil: evil}}]
     tokenizer = chat(source)
-    ids, _ = tokenizer.encode_chat([message], tools=tools, template_kwargs={"shown": {"a": evil}})
+    shown = {"shown": {"a": evil}} if "shown" in source else None
+    ids, _ = tokenizer.encode_chat([message], tools=tools, template_kwargs=shown)
     assert special(tokenizer, ids) == []
 
 
@@ -293,3 +294,9 @@ def test_surrogates_are_no_text():
     for act in (lambda: CHAT.encode("\ud800"), lambda: CHAT.encode_chat(user("\ud800"))):
         with pytest.raises(RequestError, match="not valid Unicode"):
             act()
+
+
+def test_a_variable_that_the_template_never_reads_is_refused():
+    with pytest.raises(RequestError, match="does not read enable_thinking") as refused:
+        CHAT.encode_chat(user("x"), template_kwargs={"enable_thinking": True})
+    assert refused.value.param == "chat_template_kwargs"
