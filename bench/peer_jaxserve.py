@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from bench.peer_transformers import peak_mib
 from jaxserve import LLM, SamplingParams
+from jaxserve.runner import DeviceRunner
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     began = time.perf_counter()
     # Each prompt is computed twice, for its first token and for all of them: a prefix hit would spoil the difference.
     llm = LLM(sys.argv[1], dtype="float32", enable_prefix_caching=False)
+    assert isinstance(llm.engine.runner, DeviceRunner)
     llm.engine.runner.warm.wait()
     ready = f"jaxserve {version('jaxserve')}, jax {version('jax')}, float32"
     print(json.dumps({"ready": ready, "seconds": time.perf_counter() - began}), file=out)

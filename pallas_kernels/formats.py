@@ -185,7 +185,7 @@ def _step(xp, scales, tensor_scale, format: Format):
     return step if tensor_scale is None else step * tensor_scale[..., None, None]
 
 
-def _expand(step, format: Format, shape: tuple[int, int]):
+def _expand(step, format: Format, shape: tuple[int, ...]):
     """One value a block -> one an element."""
     (f, d), (rows, columns) = shape, format.block
     xp = step.__array_namespace__()

@@ -1,0 +1,190 @@
+"""matmul on TPU: weights cross from HBM as they are stored, become BF16 in VMEM, and are multiplied there.
+
+Few rows stay in VMEM while whole rows of the weight stream past; many rows are cut in square tiles.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import chip, tuning
+from pallas_kernels.formats import Format, QTensor
+from pallas_kernels.matmul import tpu_body, tpu_weights
+from pallas_kernels.matmul.tpu_body import Static, padded
+from pallas_kernels.matmul.tpu_weights import LANES
+from pallas_kernels.op import Unfit
+
+FEW_ROWS = 256  # all in one tile
+MANY = {"rows": 1024, "outputs": 1024, "columns": 1024}  # enough to use each byte a thousand times
+HALVED_ROWS = {"v6e": 64, "tpu7x": 128}  # up to which FP8 products of two halves outrun BF16 ones
+STREAM_BYTES = 4 << 20  # of codes in one tile: long enough to hide the latency of the next copy
+DIRECT_CHUNK, CHUNK = 2048, 512  # code columns at once: enough to fill the schedule, few enough not to spill
+ROWS_BYTES = 16 << 20  # of rows kept in VMEM
+
+
+class Weight(NamedTuple):
+    """A stack of weights, taken apart."""
+
+    codes: Any  # [L, F, D] or [L, F, D / 2]
+    scales: Any  # [L, ...] or None
+    zeros: Any
+    columns: Any  # [L, 1, F] or [L, 1, 1] float32, or None
+    format: Any  # Format, or None for a plain weight
+
+
+def matmul(x, w, *, layer=None, blocks: Mapping[str, int] | None = None):
+    """See `reference.matmul`. BF16 rows; D a multiple of 128, or of 256 where two codes share a byte."""
+    if layer is None:
+        w, layer = jax.tree.map(lambda leaf: leaf[None], w), np.int32(0)
+    check(x, w)
+    weight = taken_apart(w)
+    t, (f, d), here = x.shape[0], w.shape[-2:], chip.ambient()
+    key = {"rows": t, "outputs": f, "columns": d, "bits": bits(weight.format)}
+    blocks = blocks or tuning.nearest("matmul", here, key) or rule(t, weight.format)
+    s, groups = static(t, f, d, weight, here, blocks)
+    steps_d = weight.codes.shape[-1] // s.width
+    grid = (pl.cdiv(f, s.outputs), pl.cdiv(t, s.rows), steps_d)
+    specs, inputs = weight_specs(weight, s, groups, lambda j, _i, layer: layer[0])
+    planes, factors = tpu_body.planes(x, s)
+    if factors is not None:
+        specs.append(pl.BlockSpec((s.rows, 1), lambda j, i, k, _: (i, 0)))
+        inputs.append(factors)
+    return pl.pallas_call(
+        functools.partial(_body, s, steps_d - 1),
+        out_shape=jax.ShapeDtypeStruct((t, f), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[rows_spec(planes, s, lambda i, _: i), *specs],
+            out_specs=pl.BlockSpec((s.rows, s.outputs), lambda j, i, k, _: (i, j)),
+            scratch_shapes=tpu_body.scratch(s, groups),
+        ),
+        compiler_params=tpu_body.compiler_params(here.vmem_bytes),
+        name="matmul_" + (weight.format.name if weight.format else "bf16"),
+    )(jnp.asarray(layer, jnp.int32).reshape(1), planes, *inputs)
+
+
+def _body(s: Static, last: int, _layer, *refs) -> None:
+    r = tpu_body.refs_of(s, list(refs))
+    row = pl.multiple_of(pl.program_id(1) * s.rows, s.rows) if s.resident else 0
+
+    def store(tile):
+        r.out[...] = tile
+
+    tpu_body.multiply(s, r, pl.program_id(0), pl.program_id(2), last, row, store)
+
+
+def taken_apart(w) -> Weight:
+    """The leaves of a stack of weights; scales of whole rows and of the whole weight are factors of its outputs."""
+    if not isinstance(w, QTensor):
+        return Weight(w, None, None, None, None)
+    if tpu_weights.grouped(w.format) or tpu_body.blocked(w.format):
+        whole = None if w.tensor_scale is None else w.tensor_scale[:, None, None]
+        return Weight(w.codes, w.scales, w.zeros, whole, w.format)
+    return Weight(w.codes, None, None, w.scales.reshape(-1, 1, w.shape[-2]), w.format)
+
+
+def check(x, w) -> None:
+    """Refuse what the tiles of the chip do not fit."""
+    d, format = x.shape[-1], getattr(w, "format", None)
+    unit = 2 * LANES if format is not None and format.packed else LANES
+    if x.dtype != jnp.bfloat16 or (format is None and w.dtype != jnp.bfloat16):
+        raise Unfit(
+            f"rows are {x.dtype} and the weight is {w.dtype if format is None else format.name}; rows must be bfloat16"
+        )
+    if d % unit:
+        raise Unfit(f"D={d} must be a multiple of {unit}; pad the rows and the weight with zeros")
+    if format is None:
+        return
+    groups = tpu_weights.grouped(format) and format.packed
+    if not groups and not tpu_body.blocked(format) and format.block != (1, 0):
+        raise Unfit(
+            f"blocks of {format.block} of {format.codes}: only 128 x 128, rows, and groups of 4 bits in a row"
+        )
+    if groups and w.scales.dtype not in (jnp.bfloat16, jnp.uint8, jnp.float8_e4m3fn):
+        raise Unfit(f"{format.name} with {w.scales.dtype} scales; store the scales as bfloat16")
+
+
+def static(
+    t: int, f: int, d: int, w: Weight, here: chip.Chip, found: Mapping[str, int]
+) -> tuple[Static, int]:
+    """How one call is cut by these block sizes, and the groups of a row, rounded up to whole tiles."""
+    packed = 2 if w.format is not None and w.format.packed else 1
+    width = _divisor(d // packed, found["columns"] // packed)
+    native = here.name == "tpu7x"
+    few = min(t, found["rows"]) <= HALVED_ROWS.get(here.name, 0)
+    halves = few and w.format is not None and w.format.codes == "e4m3"
+    rows = min(found["rows"], padded(t, 32 if halves else 16))
+    outputs = min(found["outputs"], padded(f, 2 * LANES))
+    groups = padded(d // w.format.block[1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
+    resident = padded(t, rows) * d * 2 <= ROWS_BYTES
+    s = Static(w.format, rows, outputs, width, 0, native, resident, halves)
+    s = s._replace(chunk=_divisor(width, DIRECT_CHUNK if s.direct else CHUNK))
+    need = tpu_body.tile_bytes(s, 2 * (padded(t, rows) * d if resident else rows * width * packed), groups)
+    if need > here.vmem_bytes * 7 // 8:
+        raise Unfit(
+            f"tiles of {rows} x {outputs} x {width} take {need >> 20} MiB of VMEM; use smaller blocks"
+        )
+    return s, groups
+
+
+def bits(format: Format | None) -> int:
+    """Of one code."""
+    return 16 if format is None else 4 if format.packed else 8
+
+
+def rule(t: int, format: Format | None) -> dict[str, int]:
+    """Block sizes for `t` rows."""
+    if t > FEW_ROWS:
+        return MANY
+    return {"rows": FEW_ROWS, "outputs": 512, "columns": STREAM_BYTES * 8 // (512 * bits(format))}
+
+
+def _divisor(width: int, most: int) -> int:
+    """The largest multiple of 128 that divides `width` and is at most `most`, or 128."""
+    return max((i for i in range(LANES, min(width, most) + 1, LANES) if width % i == 0), default=LANES)
+
+
+def rows_spec(planes, s: Static, which) -> pl.BlockSpec:
+    """All rows, or tiles of them: `which(i, *scalars)` says which one step i takes."""
+    if s.resident:
+        whole = (planes.shape[0], padded(planes.shape[1], s.rows), planes.shape[2])
+        return pl.BlockSpec(whole, lambda *_: (0, 0, 0), pipeline_mode=pl.Buffered(1))
+    return pl.BlockSpec((planes.shape[0], s.rows, s.width), lambda j, i, k, *at: (0, which(i, *at), k))
+
+
+def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
+    """Block specs and arrays of a stack of weights; `which(j, i, *scalars)` says which one of it step (j, i) takes."""
+    codes = pl.BlockSpec((None, s.outputs, s.width), lambda j, i, k, *at: (which(j, i, *at), j, k))
+    specs, inputs = [codes], [w.codes]
+    if tpu_weights.grouped(w.format):
+        rows = pl.BlockSpec((None, s.outputs, groups), lambda j, i, k, *at: (which(j, i, *at), j, 0))
+        for values in (w.scales, w.zeros):
+            if values is not None:
+                specs.append(rows)
+                inputs.append(values)
+    elif w.scales is not None:
+        whole = w.scales.shape[1:]
+        specs.append(
+            pl.BlockSpec(
+                (None, *whole), lambda j, i, k, *at: (which(j, i, *at), 0, 0), memory_space=pltpu.SMEM
+            )
+        )
+        inputs.append(w.scales)
+    if w.columns is not None:
+        whole = w.columns.shape[-1] == 1
+        specs.append(
+            pl.BlockSpec(
+                (None, 1, 1 if whole else s.outputs),
+                lambda j, i, k, *at: (which(j, i, *at), 0, 0 if whole else j),
+                memory_space=pltpu.SMEM if whole else None,
+            )
+        )
+        inputs.append(w.columns)
+    return specs, inputs
