@@ -34,6 +34,8 @@ class Case:
         values = rng.normal(size=(*tokens, self.latent + ROPE)).astype(np.float32)
         values[~written] = np.nan
         values = jnp.asarray(values).astype(pages.dtype)
+        if pages.dtype.itemsize == 1:
+            values = jnp.where(values == 0, jnp.zeros_like(values), values)
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
         if "scales" in options:
@@ -47,7 +49,7 @@ class Case:
         """The same without values: lengths and page tables as numbers, the rest as shapes."""
         counts = [-(-length // self.page) for length in self.lens]
         order = np.random.default_rng(1).permutation(np.arange(1, 1 + sum(counts)))
-        table = np.zeros((len(self.lens), max(1, *counts) if len(counts) > 1 else counts[0]), np.int32)
+        table = np.zeros((len(self.lens), max(1, *counts, 1)), np.int32)
         for b, end in enumerate(np.cumsum(counts)):
             table[b, : counts[b]] = order[end - counts[b] : end]
         stack, cache = ((self.layers,) if self.layers else ()), jnp.dtype(cache or dtype)
@@ -68,7 +70,7 @@ class Case:
         ), options
 
     def defined(self, out) -> np.ndarray:
-        """Results and log-sum-exps of the rows that are some sequence's, side by side; the others are anything finite."""
+        """Results and log-sum-exps, side by side, of the rows that are some sequence's."""
         rows = np.flatnonzero(self.new) if len(out[0]) == len(self.lens) else np.arange(sum(self.new))
         out, lse = (np.asarray(x, np.float32)[rows] for x in out)
         return np.concatenate([out, lse[..., None]], axis=-1)

@@ -1,8 +1,8 @@
 """How a page holds latents: [2 * C/128 + 1, page/2, 128], every lane of every tile used.
 
 Row i of a page holds tokens 2i and 2i + 1. Slabs 0 .. C/128-1 are the latents of the even tokens, 128 columns each,
-the next C/128 those of the odd ones; the last slab holds the rope keys, 64 values of the even token and then 64 of the odd.
-A plain [page, 576] array would lie in a TPU's memory with 640 columns, and would be read so.
+the next C/128 those of the odd ones; the last slab holds the rope keys, 64 values of the even token and then 64 of
+the odd. A plain [page, 576] array would lie in a TPU's memory with 640 columns, and would be read so.
 """
 
 import jax.numpy as jnp
@@ -40,8 +40,20 @@ def unpacked(pages: Array) -> tuple[Array, Array]:
     )
 
 
+def quantized(values: Array) -> tuple[Array, Array]:
+    """[..., 576] as (float8_e4m3fn values, float32 scales [...]), a scale for each token; never -0.
+
+    The kernels may read the bits as another kind of 8-bit float, in which -0 stands for NaN.
+    """
+    values = values.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(values), axis=-1)
+    scales = jnp.where(largest > 0, largest / float(jnp.finfo(jnp.float8_e4m3fn).max), 1.0)
+    small = (values / scales[..., None]).astype(jnp.float8_e4m3fn)
+    return jnp.where(small == 0, jnp.zeros_like(small), small), scales
+
+
 def put(pages: Array, latent: Array, rope: Array, places: Array) -> Array:
-    """[pages, slabs, page/2, 128] with row t of `latent` [T, C] and `rope` [T, 64] at places[t] = page * page_size + offset.
+    """`pages` with row t of `latent` [T, C] and `rope` [T, 64] at places[t] = page * page_size + offset.
 
     Donate `pages`, and nothing is copied. Places may repeat only where the content does not matter.
     """

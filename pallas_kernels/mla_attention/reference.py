@@ -52,10 +52,10 @@ def mla_attention(
     row b of `page_table` names, each laid out as `layout.packed` does. `T == B` promises at most one row a
     sequence, sequence b's at row b. With `layer`, `pages` and `scales` are the stacks of all layers'.
 
-    `scales` multiply the stored values of each token, for caches in 8 bits. `first[b]` is where sequence b's
-    first row stands among these keys: kv_lens minus its rows, unless the keys are an early part of a longer context.
-    Scores and sums are float32. Parts of a context, attended apart, are put together by `combine`. Rows of no sequence come back as
-    anything finite.
+    `scales` multiply the stored values of each token, for caches in 8 bits (`layout.quantized`), as [even, odd] tokens
+    of a page. `first[b]` is where sequence b's first row stands among these keys: kv_lens minus its rows, unless
+    the keys are an early part of a longer context. Scores and sums are float32. Parts of a context, attended
+    apart, are put together by `combine`. Rows of no sequence come back as anything finite.
     """
     if layer is not None:
         page_table, pages = page_table + layer * pages.shape[1], pages.reshape(-1, *pages.shape[2:])

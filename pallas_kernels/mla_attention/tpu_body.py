@@ -30,6 +30,7 @@ class Static(NamedTuple):
     latent: int
     scale: float
     scaled: bool  # whether every token has a scale
+    shrunk: float  # what the latents are multiplied by when they are read as another type of 8 bits
 
     @property
     def slabs(self) -> int:
@@ -140,7 +141,7 @@ def body(s: Static, scalars: int, *refs) -> None:
 
     @pl.when(start.tile < last)
     def _():
-        _start(c, start)
+        _start(c, Place(start.tile, 0, 0, 0, 0))
         lax.while_loop(lambda at: at.tile < last, partial(_step, c), start)
 
     for side in range(2):
@@ -151,9 +152,6 @@ def body(s: Static, scalars: int, *refs) -> None:
 def _start(c: _Call, at: Place) -> None:
     """Ask for the first tiles and blocks, and score the first step."""
     r, cursor = c.r, c.r.cursor
-    r.top[...] = jnp.full(r.top.shape, MASKED, jnp.float32)
-    r.weight[...] = jnp.zeros(r.weight.shape, jnp.float32)
-    r.sums[...] = jnp.zeros(r.sums.shape, jnp.float32)
     cursor[0], cursor[1], cursor[2] = at.tile, 0, 0
     _ask(c, at.tile, at.side)
     lax.fori_loop(0, SLOTS - 1, lambda *_: _fetch(c), None)
@@ -161,7 +159,7 @@ def _start(c: _Call, at: Place) -> None:
     _receive(c, at)
     _wait(c, at)
     for h, x in _pieces(c.s):
-        peak = _score(c, at, True, h, x)
+        peak = _score(c, at, h, x)
         r.peak[...] = peak if (h, x) == (0, 0) else jnp.maximum(r.peak[...], peak)
     r.peak[...] = _across(r.peak[...])
 
@@ -182,9 +180,7 @@ def _step(c: _Call, at: Place) -> Place:
         _fetch(c)
         _wait(c, then)
 
-    position = tiles.row[then.tile] + then.chunk * s.tokens + tiles.shift[then.tile]
-    whole = (then.block + 1) * s.keys <= jnp.minimum(position + 1, tiles.length[then.tile])
-    lax.cond(whole | ~real, lambda: _fold(c, at, then, False), lambda: _fold(c, at, then, True))
+    _fold(c, at, then)
 
     @pl.when((at.block + 1) * s.keys >= tiles.length[at.tile])
     def _():
@@ -231,7 +227,7 @@ def _each(c: _Call, tile, do) -> None:
 
 def _receive(c: _Call, at: Place) -> None:
     """Wait for a tile's queries, and lay the rope's out for even and for odd keys."""
-    s, r = c.s, c.r
+    r = c.r
 
     def wait(i, _):
         for to in (r.latents.at[at.side, i], r.ropes.at[at.side, i]):
@@ -254,7 +250,7 @@ def _fetch(c: _Call) -> None:
         at = c.tiles.seq[tile] * s.table_width + block * (s.keys // s.page)
 
         def copy(i, _):
-            rows = pl.ds(pl.multiple_of(i * (s.page // 2), s.page // 2), s.page // 2)
+            rows = pl.ds(i * (s.page // 2), s.page // 2)
             page = c.table[at + i]
             pltpu.make_async_copy(
                 r.pages.at[c.layer, page], r.kv.at[slot, :, rows], r.arrived.at[slot]
@@ -263,11 +259,24 @@ def _fetch(c: _Call) -> None:
                 scales = r.kv_scales.at[slot, :, rows]
                 pltpu.make_async_copy(r.scales.at[c.layer, page], scales, r.arrived.at[slot]).start()
 
-        lax.fori_loop(0, _pages_of(c, tile, block), copy, None)
+        _unrolled(_pages_of(c, tile, block), s.keys // s.page, copy)
         more = (block + 1) * s.keys < c.tiles.length[tile]
         cursor[0] = jnp.where(more, tile, c.tiles.next[tile + 1])
         cursor[1] = jnp.where(more, block + 1, 0)
         cursor[2] = jnp.where(slot == SLOTS - 1, 0, slot + 1)
+
+
+def _unrolled(count, most: int, do) -> None:
+    """`do` for 0 .. count - 1, without a loop where that is the most that there can be."""
+
+    @pl.when(count == most)
+    def _():
+        for i in range(most):
+            do(i, None)
+
+    @pl.when(count < most)
+    def _():
+        lax.fori_loop(0, count, do, None)
 
 
 def _pages_of(c: _Call, tile, block):
@@ -281,12 +290,20 @@ def _wait(c: _Call, at: Place) -> None:
     left = c.tiles.length[at.tile] - at.block * s.keys
     half = s.page // 2
 
-    def wait(i, _):
-        for memory in (r.kv, r.kv_scales) if s.scaled else (r.kv,):
-            one = memory.at[at.slot, :, pl.ds(0, half)]
-            pltpu.make_async_copy(one, one, r.arrived.at[at.slot]).wait()
+    memories = (r.kv, r.kv_scales) if s.scaled else (r.kv,)
 
-    lax.fori_loop(0, _pages_of(c, at.tile, at.block), wait, None)
+    def wait(rows) -> None:
+        for memory in memories:
+            pltpu.make_async_copy(
+                memory.at[at.slot, :, rows], memory.at[at.slot, :, rows], r.arrived.at[at.slot]
+            ).wait()
+
+    pages = _pages_of(c, at.tile, at.block)
+    pl.when(pages == s.keys // s.page)(lambda: wait(slice(None)))
+
+    @pl.when(pages < s.keys // s.page)
+    def _():
+        lax.fori_loop(0, pages, lambda *_: wait(pl.ds(0, half)), None)
 
     @pl.when(left < s.keys)
     def _():
@@ -319,24 +336,33 @@ def _columns(s: Static, h: int, x: int) -> slice:
 
 
 def _slabs(c: _Call, slot, h: int, x: int, rope: bool) -> Array:
-    """[piece, C or C + 128]: latents, and the slab of rope keys."""
+    """[piece, C or C + 128] as the matrix unit takes them: latents, and the slab of rope keys."""
     s = c.s
     ids = [h * s.slabs + i for i in range(s.slabs)] + ([2 * s.slabs] if rope else [])
-    return jnp.concatenate([c.r.kv[slot, i, x : x + s.piece] for i in ids], axis=1).astype(c.r.latents.dtype)
+    return jnp.concatenate([_pushable(s, c.r.kv[slot, i, x : x + s.piece]) for i in ids], axis=1)
 
 
-def _score(c: _Call, at: Place, masked: bool, h: int, x: int) -> Array:
+def _pushable(s: Static, x: Array) -> Array:
+    """`x`, times s.shrunk where the matrix unit takes 8 bits of another kind.
+
+    Read as float8_e4m3b11fnuz, the bits of a float8_e4m3fn are 1/16 of its value (but for -0, see `layout.quantized`).
+    """
+    if s.shrunk == 1:
+        return x
+    return pltpu.bitcast(x, jnp.float8_e4m3b11fnuz)
+
+
+def _score(c: _Call, at: Place, h: int, x: int) -> Array:
     """Put the scores of one piece in place -> their largest in each lane, [height, 128]."""
     s, r = c.s, c.r
     tokens = pl.ds(at.chunk * s.tokens, s.tokens) if s.rows > 1 else slice(0, 1)
     q = [r.latents[at.side, tokens].reshape(s.height, s.latent), r.wide[h, tokens].reshape(s.height, LANES)]
     k = _slabs(c, at.slot, h, x, rope=True)
     scores = _dot(jnp.concatenate(q, axis=1), k, 1)
-    scores *= np.float32(s.scale * LOG2E)
+    scores *= np.float32(s.scale * LOG2E / s.shrunk)
     if s.scaled:
         scores *= r.kv_scales[at.slot, h : h + 1, x : x + s.piece]
-    if masked:
-        scores = jnp.where(_seen(c, at, h, x), scores, MASKED)
+    scores = jnp.where(_seen(c, at, h, x), scores, MASKED)
     r.scores[:, _columns(s, h, x)] = scores
     peak = scores[:, :LANES]
     for i in range(LANES, s.piece, LANES):
@@ -345,7 +371,7 @@ def _score(c: _Call, at: Place, masked: bool, h: int, x: int) -> Array:
 
 
 def _dot(x: Array, y: Array, axis: int) -> Array:
-    """Sums over the last axis of `x` and this one of `y`, in float32."""
+    """Sums over the last axis of `x` and this one of `y`, which may have fewer bits, in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (axis,)), ((), ()))
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -353,13 +379,13 @@ def _dot(x: Array, y: Array, axis: int) -> Array:
 
 def _seen(c: _Call, at: Place, h: int, x: int) -> Array:
     """Which keys of the piece each query row may see."""
-    s, shape = c.s, (c.s.height, c.s.piece)
-    column = x + lax.broadcasted_iota(jnp.int32, shape, 1)
-    key = at.block * s.keys + 2 * column + h
-    position = c.tiles.row[at.tile] + at.chunk * s.tokens + c.tiles.shift[at.tile]
+    s, tiles = c.s, c.tiles
+    position = tiles.row[at.tile] + at.chunk * s.tokens + tiles.shift[at.tile]
     if s.tokens > 1:
-        position += lax.broadcasted_iota(jnp.int32, shape, 0) // s.heads
-    return (key <= position) & (key < c.tiles.length[at.tile])
+        position += lax.broadcasted_iota(jnp.int32, (s.height, LANES), 0) // s.heads
+    left = jnp.minimum(position + 1, tiles.length[at.tile]) - at.block * s.keys
+    row = lax.broadcasted_iota(jnp.int32, (s.height, LANES), 1)
+    return jnp.concatenate([row < (left + 1 - h) // 2 - i for i in range(x, x + s.piece, LANES)], axis=1)
 
 
 def _across(x: Array) -> Array:
@@ -372,32 +398,40 @@ def _broad(x: Array, lanes: int) -> Array:
     return x if lanes == LANES else jnp.concatenate([x] * (lanes // LANES), axis=1)
 
 
-def _fold(c: _Call, at: Place, then: Place, masked: bool) -> None:
+def _fold(c: _Call, at: Place, then: Place) -> None:
     """Fold the scores at hand into the softmax and the sums, and replace them by those of the step to come."""
     s, r = c.s, c.r
     rows = pl.ds(pl.multiple_of(at.chunk * s.height, s.height), s.height) if s.rows > 1 else slice(None)
-    old = r.top[rows]
+    opens = at.block == 0
+    old = jnp.where(opens, MASKED, r.top[rows])
     top = jnp.maximum(old, r.peak[...])
     shrink = jnp.exp2(old - top)
     r.top[rows] = top
-    weight, peak = r.weight[rows] * shrink, None
-    for h, x in _pieces(s):
+    weight, peak = jnp.where(opens, 0.0, r.weight[rows] * shrink), None
+
+    def add(h, x, weight):
         weights = jnp.exp2(r.scores[:, _columns(s, h, x)] - _broad(top, s.piece))
         for i in range(0, s.piece, LANES):
             weight += weights[:, i : i + LANES]
         if s.scaled:
             weights *= r.kv_scales[at.slot, h : h + 1, x : x + s.piece]
         found = _dot(weights.astype(r.latents.dtype), _slabs(c, at.slot, h, x, rope=False), 0)
-        sums = r.sums[rows]
-        r.sums[rows] = (sums * _broad(shrink, s.latent) if (h, x) == (0, 0) else sums) + found
-        here = _score(c, then, masked, h, x)
+        if (h, x) == (0, 0):
+            r.sums[rows] = jnp.where(opens, 0.0, r.sums[rows] * _broad(shrink, s.latent)) + found
+        else:
+            r.sums[rows] += found
+        return weight
+
+    for h, x in _pieces(s):
+        weight = add(h, x, weight)
+        here = _score(c, then, h, x)
         peak = here if peak is None else jnp.maximum(peak, here)
     r.weight[rows] = weight
     r.peak[...] = _across(peak)
 
 
 def _finish(c: _Call, at: Place) -> None:
-    """Divide by the weights, make the softmax ready for the next tile, and send the tile off when it is whole."""
+    """Divide by the weights, and send the tile off when it is whole."""
     s, r = c.s, c.r
 
     @pl.when(at.chunk == 0)
@@ -413,10 +447,7 @@ def _finish(c: _Call, at: Place) -> None:
             jnp.int32, lse.shape, 1
         )
         r.result_lse[at.side, token] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0, keepdims=True)
-        r.result[at.side, token] = (r.sums[rows] * (1 / weight)).astype(r.result.dtype)
-        r.top[rows] = jnp.full(lse.shape, MASKED, jnp.float32)
-        r.weight[rows] = jnp.zeros(lse.shape, jnp.float32)
-        r.sums[rows] = jnp.zeros((s.heads, s.latent), jnp.float32)
+        r.result[at.side, token] = (r.sums[rows] * (np.float32(1 / s.shrunk) / weight)).astype(r.result.dtype)
 
     @pl.when((at.chunk + 1) * s.tokens >= c.tiles.count[at.tile])
     def _():
