@@ -122,7 +122,7 @@ def static(
     halves = few and w.format is not None and w.format.codes == "e4m3"
     rows = min(found["rows"], padded(t, 32 if halves else 16))
     outputs = min(found["outputs"], padded(f, 2 * LANES))
-    groups = padded(d // w.format.block[1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
+    groups = padded(w.scales.shape[-1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
     resident = padded(t, rows) * d * 2 <= ROWS_BYTES
     s = Static(w.format, rows, outputs, width, 0, native, resident, halves)
     s = s._replace(chunk=_divisor(width, DIRECT_CHUNK if s.direct else CHUNK))

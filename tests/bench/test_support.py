@@ -56,6 +56,7 @@ def test_the_report_says_which_rows_passed(pytester_in):
 @pytest.fixture
 def pytester_in(tmp_path):
     """Runs a test file under this project's conftest, and gives the rows of its report."""
+
     def run(source: str) -> list[Row]:
         (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
         (tmp_path / "test_rows.py").write_text(textwrap.dedent(source))
