@@ -17,12 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip, tuning
-from pallas_kernels.formats import QTensor
+from pallas_kernels.formats import Format, QTensor
 from pallas_kernels.matmul import tpu as one
 from pallas_kernels.matmul import tpu_body
 from pallas_kernels.matmul.tpu_body import Static
 
-SMALL_TILE, BIG_TILE = 128, 512  # rows of a tile, by how many an average group has
+SMALLEST_TILE, SMALL_TILE, BIG_TILE = 64, 128, 512  # rows of a tile, by how many an average group has
+
+STREAM_BYTES = 8 << 20  # of codes in one tile: every tile starts the matrix unit anew
 
 
 class Pairs(NamedTuple):
@@ -44,11 +46,11 @@ def grouped_matmul(x, w, group_sizes, *, layer=None, blocks: Mapping[str, int] |
     one.check(x, flat)
     weight = one.taken_apart(flat)
     key = {"rows": t, "groups": e, "outputs": f, "columns": d, "bits": one.bits(weight.format)}
-    blocks = blocks or tuning.nearest("grouped_matmul", here, key) or _rule(t, e, weight)
+    blocks = blocks or tuning.nearest("grouped_matmul", here, key) or _rule(t, e, weight.format)
     s, groups = one.static(t, f, d, weight, here, blocks)
     pairs = _pairs(group_sizes, t, s.rows, jnp.asarray(0 if layer is None else layer, jnp.int32) * e)
     steps_d = weight.codes.shape[-1] // s.width
-    specs, inputs = one.weight_specs(weight, s, groups, lambda j, i, _count, _tile, weight, *_: weight[i])
+    specs, inputs = one.weight_specs(weight, s, groups, _weight_of(steps_d - 1))
     planes, factors = tpu_body.planes(x, s)
     if factors is not None:
         specs.append(pl.BlockSpec((s.rows, 1), lambda j, i, k, _, tile, *__: (tile[i], 0)))
@@ -59,7 +61,7 @@ def grouped_matmul(x, w, group_sizes, *, layer=None, blocks: Mapping[str, int] |
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             grid=(pl.cdiv(f, s.outputs), pairs.tile.shape[0], steps_d),
-            in_specs=[one.rows_spec(planes, s, lambda i, _, tile, *__: tile[i]), *specs],
+            in_specs=[one.rows_spec(planes, s, _rows_of(steps_d - 1)), *specs],
             out_specs=pl.BlockSpec((s.rows, s.outputs), lambda j, i, k, _, tile, *__: (tile[i], j)),
             scratch_shapes=tpu_body.scratch(s, groups),
         ),
@@ -68,10 +70,34 @@ def grouped_matmul(x, w, group_sizes, *, layer=None, blocks: Mapping[str, int] |
     )(*pairs, planes, *inputs)
 
 
-def _rule(t: int, e: int, weight: one.Weight) -> dict[str, int]:
-    if t <= 2 * SMALL_TILE * e:
-        return one.rule(SMALL_TILE, weight.format) | {"rows": SMALL_TILE}
-    return one.MANY | {"rows": BIG_TILE}
+def _weight_of(last: int):
+    """Which weight and columns step (i, k) takes; when nothing is multiplied, those that are there."""
+
+    def which(i, k, *pairs):
+        pairs = Pairs(*pairs)
+        idle = (i >= pairs.count[0]) | (pairs.owned[i] == 0)
+        return pairs.weight[i], jnp.where(idle, last, k)
+
+    return which
+
+
+def _rows_of(last: int):
+    """The same of rows."""
+
+    def which(i, k, *pairs):
+        return Pairs(*pairs).tile[i], _weight_of(last)(i, k, *pairs)[1]
+
+    return which
+
+
+def _rule(t: int, e: int, format: Format | None) -> dict[str, int]:
+    if t > 2 * SMALL_TILE * e:
+        return one.MANY | {"rows": BIG_TILE}
+    if format is None:
+        return one.rule(SMALL_TILE, format) | {"rows": SMALL_TILE}
+    # A group that lies in two tiles is unpacked twice: dear for packed codes, nothing for E4M3.
+    tile = SMALL_TILE if format.packed or t > SMALLEST_TILE * e // 2 else SMALLEST_TILE
+    return one.rule(tile, format, STREAM_BYTES) | {"rows": tile}
 
 
 def _pairs(sizes: Array, t: int, rows: int, first_weight) -> Pairs:

@@ -24,7 +24,8 @@ FEW_ROWS = 256  # all in one tile
 MANY = {"rows": 1024, "outputs": 1024, "columns": 1024}  # enough to use each byte a thousand times
 HALVED_ROWS = {"v6e": 64, "tpu7x": 128}  # up to which FP8 products of two halves outrun BF16 ones
 STREAM_BYTES = 4 << 20  # of codes in one tile: long enough to hide the latency of the next copy
-DIRECT_CHUNK, CHUNK = 2048, 512  # code columns at once: enough to fill the schedule, few enough not to spill
+CHUNK = 512  # code columns unpacked at once: enough to fill the schedule, few enough not to spill
+BLOCKS_CHUNK = 2048  # the same where E4M3 blocks are operands as they are
 ROWS_BYTES = 16 << 20  # of rows kept in VMEM
 
 
@@ -50,7 +51,7 @@ def matmul(x, w, *, layer=None, blocks: Mapping[str, int] | None = None):
     s, groups = static(t, f, d, weight, here, blocks)
     steps_d = weight.codes.shape[-1] // s.width
     grid = (pl.cdiv(f, s.outputs), pl.cdiv(t, s.rows), steps_d)
-    specs, inputs = weight_specs(weight, s, groups, lambda j, _i, layer: layer[0])
+    specs, inputs = weight_specs(weight, s, groups, lambda _i, k, layer: (layer[0], k))
     planes, factors = tpu_body.planes(x, s)
     if factors is not None:
         specs.append(pl.BlockSpec((s.rows, 1), lambda j, i, k, _: (i, 0)))
@@ -61,7 +62,7 @@ def matmul(x, w, *, layer=None, blocks: Mapping[str, int] | None = None):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[rows_spec(planes, s, lambda i, _: i), *specs],
+            in_specs=[rows_spec(planes, s, lambda i, k, _: (i, k)), *specs],
             out_specs=pl.BlockSpec((s.rows, s.outputs), lambda j, i, k, _: (i, j)),
             scratch_shapes=tpu_body.scratch(s, groups),
         ),
@@ -125,7 +126,8 @@ def static(
     groups = padded(w.scales.shape[-1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
     resident = padded(t, rows) * d * 2 <= ROWS_BYTES
     s = Static(w.format, rows, outputs, width, 0, native, resident, halves)
-    s = s._replace(chunk=_divisor(width, DIRECT_CHUNK if s.direct else CHUNK))
+    whole = BLOCKS_CHUNK if tpu_body.blocked(w.format) else width
+    s = s._replace(chunk=_divisor(width, whole if s.direct else CHUNK))
     need = tpu_body.tile_bytes(s, 2 * (padded(t, rows) * d if resident else rows * width * packed), groups)
     if need > here.vmem_bytes * 7 // 8:
         raise Unfit(
@@ -139,11 +141,11 @@ def bits(format: Format | None) -> int:
     return 16 if format is None else 4 if format.packed else 8
 
 
-def rule(t: int, format: Format | None) -> dict[str, int]:
-    """Block sizes for `t` rows."""
+def rule(t: int, format: Format | None, stream_bytes: int = STREAM_BYTES) -> dict[str, int]:
+    """Block sizes for `t` rows, codes coming `stream_bytes` at a time where they are few."""
     if t > FEW_ROWS:
         return MANY
-    return {"rows": FEW_ROWS, "outputs": 512, "columns": STREAM_BYTES * 8 // (512 * bits(format))}
+    return {"rows": FEW_ROWS, "outputs": 512, "columns": stream_bytes * 8 // (512 * bits(format))}
 
 
 def _divisor(width: int, most: int) -> int:
@@ -152,19 +154,24 @@ def _divisor(width: int, most: int) -> int:
 
 
 def rows_spec(planes, s: Static, which) -> pl.BlockSpec:
-    """All rows, or tiles of them: `which(i, *scalars)` says which one step i takes."""
+    """All rows, or tiles of them: `which(i, k, *scalars)` says which one step (i, k) takes, and which columns."""
     if s.resident:
         whole = (planes.shape[0], padded(planes.shape[1], s.rows), planes.shape[2])
         return pl.BlockSpec(whole, lambda *_: (0, 0, 0), pipeline_mode=pl.Buffered(1))
-    return pl.BlockSpec((planes.shape[0], s.rows, s.width), lambda j, i, k, *at: (0, which(i, *at), k))
+    return pl.BlockSpec((planes.shape[0], s.rows, s.width), lambda j, i, k, *at: (0, *which(i, k, *at)))
 
 
 def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
-    """Block specs and arrays of a stack of weights; `which(j, i, *scalars)` says which one of it step (j, i) takes."""
-    codes = pl.BlockSpec((None, s.outputs, s.width), lambda j, i, k, *at: (which(j, i, *at), j, k))
+    """Block specs and arrays of a stack of weights; `which(i, k, *scalars)` says which one, which columns."""
+
+    def tile(j, i, k, *at):
+        weight, columns = which(i, k, *at)
+        return weight, j, columns
+
+    codes = pl.BlockSpec((None, s.outputs, s.width), tile)
     specs, inputs = [codes], [w.codes]
     if tpu_weights.grouped(w.format):
-        rows = pl.BlockSpec((None, s.outputs, groups), lambda j, i, k, *at: (which(j, i, *at), j, 0))
+        rows = pl.BlockSpec((None, s.outputs, groups), lambda j, i, k, *at: (which(i, k, *at)[0], j, 0))
         for values in (w.scales, w.zeros):
             if values is not None:
                 specs.append(rows)
@@ -173,7 +180,7 @@ def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
         whole = w.scales.shape[1:]
         specs.append(
             pl.BlockSpec(
-                (None, *whole), lambda j, i, k, *at: (which(j, i, *at), 0, 0), memory_space=pltpu.SMEM
+                (None, *whole), lambda j, i, k, *at: (which(i, k, *at)[0], 0, 0), memory_space=pltpu.SMEM
             )
         )
         inputs.append(w.scales)
@@ -182,7 +189,7 @@ def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
         specs.append(
             pl.BlockSpec(
                 (None, 1, 1 if whole else s.outputs),
-                lambda j, i, k, *at: (which(j, i, *at), 0, 0 if whole else j),
+                lambda j, i, k, *at: (which(i, k, *at)[0], 0, 0 if whole else j),
                 memory_space=pltpu.SMEM if whole else None,
             )
         )
