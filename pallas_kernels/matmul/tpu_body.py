@@ -218,7 +218,8 @@ def planes(x: Array, s: Static) -> tuple[Array, Array | None]:
 def halved(x: Array, dtype: Any) -> tuple[Array, Array]:
     """BF16 as the sum of two E4M3 (the upper and the lower four bits of eight) times a power of two a row.
 
-    Exact for values down to 2^-9 of the largest in the row (E4M3 ends there); below, what is lost is less than 2^-17 of the largest.
+    Exact for values down to 2^-9 of the largest in the row (E4M3 ends there); below, what is lost is less than
+    2^-17 of the largest.
     """
     room = 8 if dtype == jnp.float8_e4m3fn else 4  # the largest becomes one from 2^(room - 1) up to 2^room
     wide = x.astype(jnp.float32)
