@@ -10,8 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-AXIS = "expert"
-
 
 @dataclass(frozen=True)
 class Case:
@@ -24,11 +22,12 @@ class Case:
     row: tuple[int, ...]
     skew: float = 0.0
     back: bool = False
+    axis: str = "expert"
 
     @property
     def max_rows(self) -> int:
         """The most that any device receives."""
-        return self.counts().sum(axis=(0, 2)).max()
+        return int(self.counts().sum(axis=(0, 2)).max())
 
     def counts(self, seed: int = 0) -> np.ndarray:
         """[sources, devices, groups] int32, each source's adding up to its rows."""
@@ -41,7 +40,7 @@ class Case:
 
     def shapes(self, dtype) -> tuple[tuple, dict[str, Any]]:
         """All devices' arguments, one after the other."""
-        counts, max_rows = self.counts(), int(self.max_rows)
+        counts, max_rows = self.counts(), self.max_rows
         sent = self.tokens * self.chosen
         rows = max_rows if self.back else sent
         if self.back:
@@ -49,7 +48,7 @@ class Case:
         return (
             jax.ShapeDtypeStruct((self.devices * rows, *self.row), dtype),
             np.ascontiguousarray(counts).reshape(-1, self.groups),
-        ), {"axis_name": AXIS, "max_rows": sent if self.back else max_rows, "back": self.back}
+        ), {"axis_name": self.axis, "max_rows": sent if self.back else max_rows, "back": self.back}
 
     def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(positional, keyword) arguments with random values."""
@@ -59,9 +58,8 @@ class Case:
 
     def over(self, mesh: Mesh, fn: Callable) -> Callable:
         """`fn` on every device's part of the arguments."""
-        return jax.shard_map(
-            fn, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P(AXIS)), check_vma=False
-        )
+        axis = P(self.axis)
+        return jax.shard_map(fn, mesh=mesh, in_specs=(axis, axis), out_specs=axis, check_vma=False)
 
     def defined(self, out) -> np.ndarray:
         """The rows that arrived."""

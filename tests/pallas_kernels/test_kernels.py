@@ -1,6 +1,7 @@
 """Every TPU kernel equals its op's definition, refuses what it cannot do, and compiles for each generation."""
 
 import importlib
+import inspect
 import pkgutil
 import re
 from functools import partial
@@ -22,6 +23,12 @@ from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import cases, paged_attention
 
 DTYPES = {"bfloat16": 1e-2, "float32": 3e-5}
+EIGHT = {
+    "v5e": "v5e:2x4",
+    "v5p": "v5p:2x2x2",
+    "v6e": "v6e:2x4",
+    "tpu7x": "tpu7x:2x2x1",
+}  # devices of a mesh axis
 
 
 def every_op():
@@ -47,12 +54,23 @@ def real():
                 yield pytest.param(op, case, CHIPS[chip], id=f"{op.name}-{name}-{chip}")
 
 
+def placed(case, devices, fn):
+    """(a mesh for the case, `fn` over it): one device, or as many as the case spreads its arrays over."""
+    if not hasattr(case, "over"):
+        return Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,)), fn
+    mesh = Mesh(np.array(devices[: case.devices]), (case.axis,), axis_types=(AxisType.Auto,))
+    return mesh, case.over(mesh, fn)
+
+
 def check(op: Op, case, dtype: str, **blocks) -> None:
+    """With the race detector on where devices write into each other's memory."""
     args, kwargs = case.call(jnp.dtype(dtype))
-    with pltpu.force_tpu_interpret_mode():
-        got = jax.jit(partial(op.using("tpu"), **kwargs, **blocks))(*args)
-    want = jax.jit(partial(op.reference, **kwargs))(*args)
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(got))
+    _, kernel = placed(case, jax.devices(), partial(op.using("tpu"), **kwargs, **blocks))
+    _, definition = placed(case, jax.devices(), partial(op.reference, **kwargs))
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=hasattr(case, "over"))):
+        got = jax.block_until_ready(jax.jit(kernel)(*args))
+    want = jax.jit(definition)(*args)
+    assert hasattr(case, "over") or all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(got))
     np.testing.assert_allclose(case.defined(got), case.defined(want), rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
@@ -112,23 +130,29 @@ def test_mixed_types_and_narrow_caches_are_refused():
 @pytest.mark.parametrize("op, case, chip", list(real()))
 def test_kernel_compiles_for_chips_that_are_not_here(tpu_compiler, op, case, chip):
     """Within VMEM, in place, and without a copy of the cache."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
-    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    several = hasattr(case, "over")
+    topology = EIGHT[chip.name] if several else chip.topology
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     args, kwargs = case.shapes(jnp.bfloat16)
     arrays = {name: kwargs.pop(name) for name in ("layer", "sinks") if name in kwargs}
-    place = NamedSharding(mesh, PartitionSpec())
+    mesh, kernel = placed(case, devices, lambda *a, **k: op.using("tpu")(*a, **k, **kwargs))
+    place = NamedSharding(mesh, PartitionSpec(case.axis if several else None))
     args, arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (args, arrays)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if x.shape else None), (args, arrays)
     )
-    donated = 0 if op is page_write else ()
-    step = jax.jit(lambda *a, **k: op.using("tpu")(*a, **k, **kwargs), donate_argnums=donated)
+    step = jax.jit(kernel, donate_argnums=0 if op is page_write else ())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert ambient() is chip
         compiled = step.trace(*args, **arrays).lower(lowering_platforms=("tpu",)).compile()
-    pages = args[0] if op is page_write else args[1]
+    names = list(inspect.signature(op.reference).parameters)
+    pages = args[names.index("pages") if "pages" in names else 1]
     text = compiled.as_text() or ""
     assert "tpu_custom_call" in text
-    shape = re.escape("bf16[" + ",".join(map(str, pages.shape)) + "]")
-    assert not re.search(rf"= {shape}\S* copy\(", text)
-    rest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((args, arrays)) if x is not pages)
+    kept = jax.tree.leaves(pages)
+    for leaf in kept:
+        shape = re.escape("[" + ",".join(map(str, leaf.shape)) + "]")
+        assert not re.search(rf"= \w+{shape}\S* copy\(", text)
+    rest = sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves((args, arrays)) if all(x is not y for y in kept)
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * rest + (1 << 20)
