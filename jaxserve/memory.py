@@ -45,7 +45,7 @@ def device_memory() -> Memory:
 def params_bytes(params: Any, dtype: Any) -> int:
     """Bytes of a tree of `Param` once loaded."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
-    return sum(math.prod(leaf.shape) for leaf in leaves) * np.dtype(dtype).itemsize
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)
 
 
 def plan_pages(

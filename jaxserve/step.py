@@ -43,6 +43,7 @@ class StepOutput:
     sampled: Sampled
     scores: Scores
     hidden: Array  # [T, D]: after the model's last norm
+    expert_loads: Array | None  # i32 [mixture layers, E]: rows that each expert got; None without experts
 
 
 class Step:
@@ -70,12 +71,12 @@ class Step:
 def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket: Bucket):
     model = model_for(config)
     batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
-    hidden_TD, pool = model.forward(config, params, batch, pool)
+    hidden_TD, pool, inside = model.forward(config, params, batch, pool)
     logits_BV = model.logits(config, params, hidden_TD[reads.rows])
     sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
     scores = _score(partial(model.logits, config, params), hidden_TD, reads.targets)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
-    return StepOutput(read, sampled, scores, hidden_TD), pool, state
+    return StepOutput(read, sampled, scores, hidden_TD, inside.get("expert_loads")), pool, state
 
 
 def _score(logits, hidden_TD: Array, targets: Array) -> Scores:

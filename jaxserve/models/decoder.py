@@ -85,20 +85,25 @@ def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
     return (c.kv_heads, page_size, 2 * c.head_dim)
 
 
-def forward(c: ModelConfig, params: Tree, batch: Batch, pool: Any, collect: bool = False) -> tuple[Any, ...]:
-    """(hidden states [T, D] after the last norm, the pool with this step's keys and values).
+def forward(
+    c: ModelConfig, params: Tree, batch: Batch, pool: Any, collect: bool = False
+) -> tuple[Array, Any, dict[str, Array]]:
+    """(hidden states [T, D] after the last norm, the pool with this step's keys and values, what happened inside).
 
-    `collect` adds a dict of what happened inside: "embed" [T, D], and over layers [L, T, D] "attention" and "mlp"
-    (what the sub-blocks computed, before a norm of theirs and the sum) and "layers" (what each layer handed on).
+    Inside a mixture of experts: "expert_loads" [mixture layers, E], the rows that each expert got. `collect` adds
+    "embed" [T, D], and over layers [L, T, D] "attention" and "mlp" (what the sub-blocks computed, before a norm of
+    theirs and the sum) and "layers" (what each layer handed on).
     """
     x_TD = jnp.take(params["embed"], batch.tokens, axis=0, mode="clip")
     if c.embed_scale != 1:
         x_TD = x_TD * jnp.asarray(c.embed_scale, x_TD.dtype)
     block = partial(_block, c, collect)
     turns = rotations(c.ropes, batch.positions)
-    last_TD, pool, inside = over_layers(block, x_TD, params["layers"], pool, batch, _per_layer(c), turns)
-    hidden_TD = _norm(c, last_TD, params["norm"])
-    return (hidden_TD, pool, {"embed": x_TD, **inside}) if collect else (hidden_TD, pool)
+    page_size = jax.tree.leaves(pool)[0].shape[-2]
+    last_TD, pool, inside = over_layers(
+        block, x_TD, params["layers"], pool, page_size, batch, _per_layer(c), turns
+    )
+    return _norm(c, last_TD, params["norm"]), pool, {"embed": x_TD, **inside} if collect else inside
 
 
 def logits(c: ModelConfig, params: Tree, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
@@ -121,7 +126,7 @@ def _block(c: ModelConfig, collect: bool, x, w: Tree, pages, batch: Batch, varie
     x = x + _norm(c, attended, w.get("attn_out"))
     fed = _mlp(c, w, _norm(c, x, w.get("mlp_in")))
     x = x + _norm(c, fed, w.get("mlp_out"))
-    return x, pages, {"attention": attended, "mlp": fed, "layers": x} if collect else None
+    return x, pages, {"attention": attended, "mlp": fed, "layers": x} if collect else {}
 
 
 def _attention(c: ModelConfig, w: Tree, x, pages, batch: Batch, window, turn):

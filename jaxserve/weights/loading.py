@@ -87,17 +87,10 @@ def _plan(leaves: list[Param], checkpoint: Checkpoint) -> tuple[list[_Leaf], Use
 
 
 def _check(param: Param, name: str, checkpoint: Checkpoint) -> None:
-    stacked = not isinstance(param.source, str)
-    expected = param.shape[1:] if stacked else param.shape
-    if stacked and param.shape[0] != len(param.source):
-        raise CheckpointError(
-            "a stack of another length", tensor=name, expected=f"{param.shape[0]} tensors",
-            found=f"{len(param.source)}",
-        )  # fmt: skip
-    if not _only_regroups(checkpoint.shape(name), expected):
+    if not _only_regroups(checkpoint.shape(name), param.stored_shape):
         raise CheckpointError(
             "a tensor has the wrong shape; do config.json and weights belong together?",
-            tensor=name, file=checkpoint.file(name), expected=str(list(expected)),
+            tensor=name, file=checkpoint.file(name), expected=str(list(param.stored_shape)),
             found=str(list(checkpoint.shape(name))),
         )  # fmt: skip
     if not is_float(checkpoint.dtype(name)):
@@ -122,13 +115,14 @@ def _place(
     leaf: _Leaf, row: int, tensor: np.ndarray, dtype: np.dtype, checkpoint: Checkpoint, name: str
 ) -> np.ndarray | None:
     """Put `tensor` where it belongs; the whole array once nothing is missing from it."""
+    tensor, dtype = leaf.param.of(tensor), np.dtype(leaf.param.dtype or dtype)
     if isinstance(leaf.param.source, str):
         if tensor.dtype == dtype and is_aligned(tensor):
-            return tensor.reshape(leaf.param.shape)
+            return tensor
         out = whole = aligned_empty(leaf.param.shape, dtype)
     else:
         whole = leaf.stack if leaf.stack is not None else aligned_empty(leaf.param.shape, dtype)
-        leaf.stack, out = whole, whole[row]
+        leaf.stack, out = whole, whole.reshape(-1, *leaf.param.part_shape)[row]
     if not convert_into(out, tensor):
         raise overflow(checkpoint, name, dtype)
     leaf.missing.discard(row)

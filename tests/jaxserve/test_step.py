@@ -84,7 +84,7 @@ def test_the_engine_runs_on_stacked_layers(tiny, tmp_path, monkeypatch, compilat
     built = jaxserve.build.build(config, Metrics(CollectorRegistry(), "tiny"))
     runner = built.engine.runner
     assert isinstance(runner, DeviceRunner)
-    assert runner.params["layers"]["q"].shape == (2, 32, 32) and runner.pool.shape[0] == 2
+    assert runner.params["layers"][0]["q"].shape == (2, 32, 32) and runner.pool.shape[0] == 2
     jax.tree.map(
         np.testing.assert_array_equal, runner.params["layers"], stacked(tiny.engine.runner.params)["layers"]
     )
@@ -95,17 +95,25 @@ def test_the_engine_runs_on_stacked_layers(tiny, tmp_path, monkeypatch, compilat
     runner.close()
 
 
-def test_layers_of_different_structure_do_not_stack():
+def test_only_neighbouring_layers_of_equal_structure_are_stacked():
     def layer(i: int, **fields):
         return {"q": replace(Param((4, 2), ("heads", None), f"{i}.q"), **fields)}
 
-    assert stack_layers([layer(0), layer(1)])["q"] == Param((2, 4, 2), (None, "heads", None), ("0.q", "1.q"))
-    with pytest.raises(ValueError, match="norm"):
-        stack_layers([layer(0), layer(1) | {"norm": Param((4,), (None,), "1.norm")}])
-    with pytest.raises(AssertionError, match=r"0\.q differs"):
-        stack_layers([layer(0), layer(1, shape=(4, 3))])
-    with pytest.raises(AssertionError, match="is a stack already"):
-        stack_layers([layer(0, source=("a", "b"))])
+    (pair,) = stack_layers([layer(0), layer(1)])
+    assert pair["q"] == Param((2, 4, 2), (None, "heads", None), ("0.q", "1.q"))
+    norm = {"norm": Param((4,), (None,), "1.norm")}
+    parts = stack_layers([layer(0), layer(1) | norm, layer(2) | norm, layer(3), layer(4, shape=(4, 3))])
+    assert [part["q"].shape for part in parts] == [(1, 4, 2), (2, 4, 2), (1, 4, 2), (1, 4, 3)]
+
+
+def test_experts_of_layers_are_one_stack():
+    layers = [
+        {"up": Param((3, 4, 2), ("experts", "ffn", None), tuple(f"{i}.{e}" for e in range(3)))}
+        for i in (0, 1)
+    ]
+    (stack,) = stack_layers(layers)
+    assert stack["up"].shape == (2, 3, 4, 2) and stack["up"].source[:4] == ("0.0", "0.1", "0.2", "1.0")
+    assert stack["up"].part_shape == (4, 2)
 
 
 LLAMA = {

@@ -23,7 +23,8 @@ def make(stack: bool):
     pool = [jnp.zeros((PAGES, 1, 4, 1)) for _ in range(LAYERS)]
     if not stack:
         return layers, tuple(pool)
-    return jax.tree.map(lambda *w: jnp.stack(w), *layers), jnp.stack(pool)
+    stacks = [jax.tree.map(lambda *w: jnp.stack(w), *part) for part in (layers[:2], layers[2:])]
+    return stacks, jnp.stack(pool)
 
 
 def run(stack: bool, traced: list[int]):
@@ -35,7 +36,7 @@ def run(stack: bool, traced: list[int]):
 
     def forward(layers, pool):
         data = {"shift": np.arange(LAYERS, dtype=np.float32)}
-        return over_layers(block, jnp.ones((2, 3)), layers, pool, BATCH, data, jnp.float32(0.5))
+        return over_layers(block, jnp.ones((2, 3)), layers, pool, 4, BATCH, data, jnp.float32(0.5))
 
     return jax.jit(forward)(*make(stack))
 

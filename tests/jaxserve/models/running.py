@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def golden_prompts(arch: str) -> list[dict[str, Any]]:
 
 
 def stacked(params: Any) -> Any:
-    """The same weights with layers as one stack, as an accelerator wants them."""
-    return params | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
+    """The same weights with neighbouring layers of equal structure as one stack, as an accelerator wants them."""
+    runs = groupby(params["layers"], key=lambda layer: jax.tree.map(jnp.shape, layer))
+    return params | {"layers": [jax.tree.map(lambda *layers: jnp.stack(layers), *run) for _, run in runs]}
 
 
 @dataclass

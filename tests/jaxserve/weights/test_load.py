@@ -12,7 +12,7 @@ import pytest
 from jaxserve.errors import CheckpointError
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.arrays import aligned_empty, convert_into
-from sharding.params import Param
+from sharding.params import Cut, Param
 
 RNG = np.random.default_rng(0)
 Q = RNG.standard_normal((6, 8)).astype(np.float32)
@@ -96,10 +96,31 @@ def test_a_shape_that_would_scramble_or_lose_values_is_refused(folder, shape):
         load([Param(shape, (None,) * len(shape), "w")], checkpoint, np.float32)
 
 
-def test_a_stack_of_the_wrong_length_is_refused(folder):
-    checkpoint = open_checkpoint(str(folder({"a": Q, "b": Q})))
-    with pytest.raises(CheckpointError, match="expected 3 tensors; found 2"):
-        load([Param((3, 6, 8), (None, None, None), ("a", "b"))], checkpoint, np.float32)
+def test_a_stack_has_a_place_for_each_source():
+    with pytest.raises(AssertionError, match=r"\(3, 6, 8\) hold 2 sources"):
+        Param((3, 6, 8), (None, None, None), ("a", "b"))
+
+
+def test_a_stack_of_stacks_is_filled_in_order(folder):
+    tensors = {f"{i}": np.full((2, 3), i, np.float32) for i in range(6)}
+    stack = Param((2, 3, 2, 3), (None, "experts", None, None), tuple("204135"))
+    (made,) = load([stack], open_checkpoint(str(folder(tensors))), np.float32)
+    np.testing.assert_array_equal(made[..., 0, 0], [[2, 0, 4], [1, 3, 5]])
+
+
+def test_parts_of_a_tensor_become_weights_of_their_own(folder):
+    checkpoint = open_checkpoint(str(folder({"w": Q, "k": Q.astype(np.float64)})))
+    even = Param((3, 8), ("ffn", None), "w", cut=Cut(0, 6, slice(0, None, 2)))
+    heads = Param((2, 1, 8), ("heads", None, None), "w", cut=Cut(-2, 3, slice(2, 3)))
+    swapped = Param((8, 2), (None, None), "w", swapped=True, cut=Cut(1, 6, slice(1, 6, 3)))
+    kept = Param((6, 8), (None, None), "k", dtype="float32")
+    got = load([even, heads, swapped, kept], checkpoint, np.float16)
+    expected = [Q[0::2], Q.reshape(2, 3, 8)[:, 2:], Q.T[:, 1::3], Q]
+    for one, values in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, values.astype(np.float32 if one is got[3] else np.float16))
+    assert [str(one.dtype) for one in got] == ["float16"] * 3 + ["float32"]
+    with pytest.raises(CheckpointError, match=r"expected \[7, 8\]; found \[6, 8\]"):
+        load([Param((3, 8), (None, None), "w", cut=Cut(0, 7, slice(0, 3)))], checkpoint, np.float32)
 
 
 def test_a_missing_tensor_is_refused_by_name(folder):
