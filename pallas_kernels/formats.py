@@ -125,9 +125,10 @@ def dequantise(w: QTensor, dtype: Any = np.float32):
     """The matrix [..., F, D] that `w` stands for: code times scale in float32, then rounded to `dtype`."""
     xp, shape = w.codes.__array_namespace__(), w.shape[-2:]
     values = _decode(xp, w.codes, w.format)
-    if w.format.codes == "int4":
-        zero = np.float32(8) if w.zeros is None else _expand(w.zeros.astype(np.float32), w.format, shape)
-        values = values - zero
+    if w.zeros is not None:
+        values = values - _expand(w.zeros.astype(np.float32), w.format, shape)
+    elif w.format.codes == "int4":
+        values = values - np.float32(8)
     step = _step(xp, w.scales, w.tensor_scale, w.format)
     return (values * _expand(step, w.format, shape)).astype(dtype)
 

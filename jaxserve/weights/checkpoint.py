@@ -76,19 +76,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(directory / "config.json", "it says which architecture the weights are for")
 
 
-def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Weights stored as integers or 8-bit floats with scales beside them would be read as wrong numbers."""
-    for key in ("quantization_config", "compression_config"):
-        stored = checkpoint.config.get(key)
-        if stored:
-            method = stored.get("quant_method", stored.get("format")) if isinstance(stored, dict) else stored
-            raise CheckpointError(
-                "this way of quantising weights is not supported; use the unquantised model or a GGUF",
-                file=checkpoint.path,
-                found=f"{key} with method {method}",
-            )
-
-
 def overflow(checkpoint: Checkpoint, name: str, dtype: np.dtype) -> CheckpointError:
     """The refusal of finite values that `dtype` would turn into infinities."""
     return CheckpointError(

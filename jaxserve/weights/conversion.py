@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.arrays import aligned_empty, convert_into, is_float
-from jaxserve.weights.checkpoint import Checkpoint, overflow, refuse_quantized
+from jaxserve.weights.checkpoint import Checkpoint, overflow
 from jaxserve.weights.open import open_checkpoint
 from jaxserve.weights.orbax import MANIFEST, Stored, checksum, write_manifest
 from jaxserve.weights.progress import Progress
@@ -37,7 +37,6 @@ def convert(
     target = Path(dst).expanduser().absolute()
     _check_target(target, overwrite)
     checkpoint = open_checkpoint(src)
-    refuse_quantized(checkpoint)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.arrays import aligned_empty, convert_into, is_aligned, is_float
-from jaxserve.weights.checkpoint import Checkpoint, missing_tensor, overflow, refuse_quantized
+from jaxserve.weights.checkpoint import Checkpoint, missing_tensor, overflow
 from jaxserve.weights.progress import Progress
 from sharding.params import Param
 
@@ -37,7 +37,6 @@ def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = Tr
     Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are
     rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
     """
-    refuse_quantized(checkpoint)
     dtype = np.dtype(dtype)
     leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Param))
     done: list[jax.Array | None] = [None] * len(leaves)

@@ -138,12 +138,6 @@ def test_integers_are_not_taken_for_weights(folder):
         load([Param((4, 4), (None, None), "w")], checkpoint, np.float32)
 
 
-def test_a_way_of_quantising_that_is_not_supported_is_refused(folder):
-    path = folder({"w": Q}, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(CheckpointError, match="quantization_config with method awq"):
-        load([Param((6, 8), (None, None), "w")], open_checkpoint(str(path)), np.float32)
-
-
 def test_tensors_left_over_are_named_once_but_not_the_expected_ones(folder, caplog):
     tensors = {"w": Q, "extra.weight": Q, "lm_head.weight": Q, "layers.0.rotary_emb.inv_freq": Q}
     path = str(folder(tensors, tie_word_embeddings=True))
