@@ -1,29 +1,79 @@
 """The definition of page_write."""
 
-from jax import Array
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
 from jaxtyping import Float, Int
+
+from pallas_kernels.pages import LANES, ROPE, ScaledPages, plain_and_scales, quantise
 
 
 def page_write(
-    pages: Float[Array, "*L pages K page W"],
-    rows: Float[Array, "T K W"],
+    pages: Array | ScaledPages,
+    rows: Float[Array, "T K W"] | Float[Array, "T W"],
     places: Int[Array, "T"],
     *,
     layer: Int[Array, ""] | None = None,
-) -> Float[Array, "*L pages K page W"]:
+) -> Array | ScaledPages:
     """`pages` with row t at `places[t]` = page * page_size + offset within the page.
 
-    W is what a head keeps of a token: its key and value side by side. Donate `pages`, and
-    nothing is copied. Rows of one page come one after the other. Places may repeat only where the
-    content does not matter (padding goes to page 0).
-    With `layer`, `pages` is the stack of all layers' pages, and this layer's are written.
+    Rows [T, K, 2H] are keys and values side by side, for pages [*L, pages, K, page_size, 2H]. Rows [T, C + 64] are
+    latents followed by rope keys, for pages [*L, pages, 2 * C/128 + 1, page_size/2, 128] in which two tokens share a
+    row (`pallas_kernels.pages`). `ScaledPages` take the rows in 8 bits, with a scale for every token's key and value
+    of a head, or for every latent with its rope key.
+
+    Donate `pages`, and nothing is copied. Rows of one page come one after the other. Places may repeat only where the
+    content does not matter (padding goes to page 0). With `layer`, `pages` is the stack of all layers' pages, and
+    this layer's are written.
     """
-    size = pages.shape[-2]
-    at = (places // size, slice(None), places % size)
-    at = at if layer is None else (layer, *at)
-    return pages.at[at].set(rows.astype(pages.dtype), mode="promise_in_bounds")
+    values, scales = plain_and_scales(pages)
+    put = _put_latents if rows.ndim == 2 else _put_heads
+    if scales is None:
+        return put(values, None, rows.astype(values.dtype), None, places, layer)[0]
+    if rows.ndim == 2:
+        small, found = quantise(rows, values.dtype)
+    else:  # keys and values apart
+        (t, k, w) = rows.shape
+        small, found = quantise(rows.reshape(t, k, 2, w // 2), values.dtype)
+        small = small.reshape(rows.shape)
+    # As bytes: XLA on a CPU scatters 8-bit floats by way of 32 bits. It does copy the bytes once.
+    codes, small = (lax.bitcast_convert_type(x, jnp.uint8) for x in (values, small))
+    codes, scales = put(codes, scales, small, found, places, layer)
+    return ScaledPages(lax.bitcast_convert_type(codes, values.dtype), scales)
 
 
-def cost(pages: Array, rows: Array, places: Array, **_) -> tuple[int, int]:
+def _put_heads(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
+    """Rows [T, K, 2H] and scales [T, K, 2] in their places."""
+    size = values.shape[-2]
+    page, at = places // size, places % size
+    stack = () if layer is None else (layer,)
+    values = values.at[(*stack, page, slice(None), at)].set(rows, mode="promise_in_bounds")
+    if scales is not None:
+        found = jnp.swapaxes(found, 1, 2)
+        scales = scales.at[(*stack, page, slice(None), slice(None), at)].set(found, mode="promise_in_bounds")
+    return values, scales
+
+
+def _put_latents(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
+    """Rows [T, C + 64] and scales [T] in their places."""
+    half, slabs = values.shape[-2], rows.shape[-1] // LANES
+    page, row, odd = places // (2 * half), places % (2 * half) // 2, places % 2
+    stack = () if layer is None else (layer,)
+    slab = odd[:, None] * slabs + jnp.arange(slabs, dtype=places.dtype)[None]
+    lane = odd[:, None] * ROPE + jnp.arange(ROPE, dtype=places.dtype)[None]
+    latent = rows[:, : slabs * LANES].reshape(-1, slabs, LANES)
+    values = values.at[(*stack, page[:, None], slab, row[:, None])].set(latent)
+    values = values.at[(*stack, page[:, None], 2 * slabs, row[:, None], lane)].set(rows[:, slabs * LANES :])
+    if scales is not None:
+        scales = scales.at[(*stack, page, odd, row)].set(found)
+    return values, scales
+
+
+def cost(pages: Array | ScaledPages, rows: Array, places: Array, **_) -> tuple[int, int]:
     """(floating-point operations, bytes to and from HBM) of one call."""
-    return 0, rows.nbytes + rows.size * pages.dtype.itemsize + places.nbytes
+    values, scales = plain_and_scales(pages)
+    kept = rows.size * values.dtype.itemsize
+    if scales is not None:
+        kept += 4 * rows.shape[0] * (1 if len(rows.shape) == 2 else 2 * rows.shape[1])
+    return 0, rows.nbytes + kept + places.nbytes

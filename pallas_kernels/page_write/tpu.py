@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip
 from pallas_kernels.op import Unfit
+from pallas_kernels.pages import ScaledPages
 
 SLOTS = 8  # runs in flight: enough to hide the latency of reading and of writing 64 KB
 AHEAD = SLOTS // 2
@@ -24,6 +25,8 @@ AHEAD = SLOTS // 2
 
 def page_write(pages, rows, places, *, layer=None):
     """See `reference.page_write`. Heads that keep 128 values or a multiple; pages of 16 tokens (float32: 8) or more."""
+    if rows.ndim == 2 or isinstance(pages, ScaledPages):
+        raise Unfit("latents and pages with scales: not written by this kernel")
     stacked = pages if layer is not None else pages[None]
     (k, page, width), t = pages.shape[-3:], rows.shape[0]
     group = 32 // pages.dtype.itemsize

@@ -149,7 +149,7 @@ def test_kernel_compiles_for_chips_that_are_not_here(tpu_compiler, op, case, chi
     text = compiled.as_text() or ""
     assert "tpu_custom_call" in text
     kept = jax.tree.leaves(pages)
-    for leaf in kept:
+    for leaf in (leaf for leaf in kept if leaf.size > 1 << 20):
         shape = re.escape("[" + ",".join(map(str, leaf.shape)) + "]")
         assert not re.search(rf"= \w+{shape}\S* copy\(", text)
     rest = sum(

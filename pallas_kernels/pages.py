@@ -1,0 +1,71 @@
+"""How a page of the cache holds its tokens: as they are or in 8 bits with scales; latents so that no lane is wasted.
+
+Keys and values: [K, page, 2H], a token's key and value side by side; with scales [2, K, page], key's and value's.
+
+Latents with their 64 rope values: [2 * C/128 + 1, page/2, 128]. Row i holds tokens 2i and 2i + 1. Slabs 0 .. C/128-1
+are the latents of the even tokens, 128 columns each, the next C/128 those of the odd ones; the last slab holds
+the rope keys, 64 values of the even token and then 64 of the odd. A plain [page, 576] array would lie in a TPU's
+memory with 640 columns, and would be read so. Scales are [2, page/2], the even tokens' and the odd ones'.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+LANES = 128
+ROPE = 64
+
+
+class ScaledPages(NamedTuple):
+    """Pages in 8 bits: the token is what is stored times its scale."""
+
+    values: Any  # float8_e4m3fn or int8, shaped like pages that need no scales
+    scales: Any  # float32, one for each token's key and value of a head, or for each latent and its rope
+
+
+def plain_and_scales(pages: Any) -> tuple[Any, Any]:
+    """The stored values, and their scales or None; of arrays or of shapes."""
+    return pages if isinstance(pages, ScaledPages) else (pages, None)
+
+
+def quantise(values: Array, dtype) -> tuple[Array, Array]:
+    """[..., W] as (8-bit values, float32 scales [...]), one scale for the last axis; never -0.
+
+    Kernels may read the bits as another kind of 8-bit float, in which -0 stands for NaN.
+    """
+    values, dtype = values.astype(jnp.float32), jnp.dtype(dtype)
+    most = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
+    largest = jnp.max(jnp.abs(values), axis=-1)
+    scales = jnp.where(largest > 0, largest / most, 1.0)
+    ratio = values / scales[..., None]
+    small = (jnp.round(ratio) if dtype == jnp.int8 else ratio).astype(dtype)
+    return jnp.where(small == 0, jnp.zeros_like(small), small), scales
+
+
+def latent_page(latent: int, page: int) -> tuple[int, int, int]:
+    """The shape of one page of `page` tokens with `latent` + 64 values each."""
+    return 2 * (latent // LANES) + 1, page // 2, LANES
+
+
+def latent_of(pages: Array) -> int:
+    """How many of a token's values are latent."""
+    return (pages.shape[-3] - 1) // 2 * LANES
+
+
+def packed(latent: Array, rope: Array) -> Array:
+    """[..., page, C] and [..., page, 64] -> pages of latents."""
+    *lead, page, width = latent.shape
+    slabs = latent.reshape(*lead, page // 2, 2 * (width // LANES), LANES)
+    ropes = rope.reshape(*lead, page // 2, 1, LANES)
+    return jnp.swapaxes(jnp.concatenate([slabs, ropes], axis=-2), -3, -2)
+
+
+def unpacked(pages: Array) -> tuple[Array, Array]:
+    """The inverse of `packed`."""
+    *lead, _, half, _ = pages.shape
+    rows = jnp.swapaxes(pages, -3, -2)
+    return (
+        rows[..., :-1, :].reshape(*lead, 2 * half, latent_of(pages)),
+        rows[..., -1, :].reshape(*lead, 2 * half, ROPE),
+    )
