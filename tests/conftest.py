@@ -1,4 +1,4 @@
-"""What every test runs under: four CPU devices, strict dtypes and ranks, checked shapes; the support table.
+"""What every test runs under: eight CPU devices, strict dtypes and ranks, checked shapes; the support table.
 
 A test that shows a capability carries a row of the support table (README, docs/support.md):
 
@@ -19,7 +19,7 @@ from jaxtyping import install_import_hook
 
 if not jax.config.jax_platforms:  # JAX_PLATFORMS=cuda runs tests/device on its device
     jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

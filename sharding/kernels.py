@@ -1,0 +1,110 @@
+"""The operations under the ambient mesh: each device computes its heads, or its part of the vocabulary.
+
+Called like the operations themselves, and nothing else where no axis of the mesh divides heads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int, Shaped
+
+from pallas_kernels import page_write as page_writing
+from pallas_kernels import paged_attention as paging
+from sharding.mesh import TENSOR
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    pages: Array,
+    page_table: Int[Array, "B P"],
+    q_starts: Int[Array, "B+1"],
+    kv_lens: Int[Array, "B"],
+    *,
+    sinks: Float[Array, "N"] | None = None,
+    **options: Any,
+) -> Float[Array, "T N H"]:
+    """See `pallas_kernels.paged_attention`. Query heads are divided, and kv heads as far as they go."""
+    heads = divided(TENSOR)
+    specs = (P(None, heads), kv_heads_spec(pages), P(), P(), P())
+    return _everywhere(
+        paging.paged_attention, heads, specs, P(None, heads), {"sinks": P(heads)},
+        q, pages, page_table, q_starts, kv_lens, sinks=sinks, **options,
+    )  # fmt: skip
+
+
+def page_write(
+    pages: Array,
+    rows: Float[Array, "T K W"] | Float[Array, "T W"],
+    places: Int[Array, "T"],
+    *,
+    layer: Int[Array, ""] | None = None,
+) -> Array:
+    """See `pallas_kernels.page_write`. Latents, which have no heads, are kept by every device."""
+    latent = rows.ndim == 2
+    spec = P() if latent else kv_heads_spec(pages)
+    specs = (spec, P() if latent else P(None, divided(TENSOR[:1])), P())
+    return _everywhere(
+        page_writing.page_write, divided(TENSOR), specs, spec, {}, pages, rows, places, layer=layer
+    )
+
+
+def embedding(table: Shaped[Array, "V D"], tokens: Int[Array, "T"]) -> Shaped[Array, "T D"]:
+    """The tokens' rows; a token outside of the vocabulary has its first or last one. The vocabulary is divided."""
+    vocab = divided(TENSOR)
+    if not vocab:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+
+    def local(table, tokens):
+        at = tokens - lax.axis_index(vocab) * table.shape[0]
+        here = (at >= 0) & (at < table.shape[0])
+        rows = jnp.take(table, jnp.where(here, at, 0), axis=0, mode="clip")
+        return lax.psum(jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype)), vocab)
+
+    tokens = jnp.clip(tokens, 0, table.shape[0] - 1)
+    return _mapped(local, vocab, (P(vocab), P()), P())(table, tokens)
+
+
+def divided(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that divide arrays which the code here sees as whole: not those of a `shard_map` around it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(n for n, kind in kinds if n in axes and kind == AxisType.Auto and mesh.shape[n] > 1)
+
+
+def kv_heads_spec(pages: Array) -> P:
+    """Pages [*L, pages, K, page, 2H] by kv head."""
+    return P(*[None] * (pages.ndim - 3), divided(TENSOR[:1]) or None)
+
+
+def _everywhere(
+    op: Callable[..., Any],
+    axes: tuple[str, ...],
+    specs: tuple[Any, ...],
+    out: Any,
+    option_specs: dict[str, P],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """`op` on each device's part; an option that is an array and not in `option_specs` is the same for all."""
+    if not axes:
+        return op(*args, **options)
+    arrays = {name: value for name, value in options.items() if isinstance(value, Array)}
+    fixed = {name: value for name, value in options.items() if name not in arrays}
+
+    def local(arrays: dict[str, Array], *args: Any) -> Any:
+        return op(*args, **arrays, **fixed)
+
+    in_specs = ({name: option_specs.get(name, P()) for name in arrays}, *specs)
+    return _mapped(local, axes, in_specs, out)(arrays, *args)
+
+
+def _mapped(
+    fn: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    # Kernels do not say over which axes their results vary, so it is not checked.
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)

@@ -1,0 +1,65 @@
+"""Where every array lives: shardings of weights, cache pages, sampler state and batch, from what their axes mean."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding.mesh import BATCH, EXPERT, TENSOR, size, whole_experts
+from sharding.params import Param
+
+# What an axis of a weight or of a cache page is divided over; whole experts are another matter (`expert_axes`).
+OVER = {"heads": TENSOR, "kv_heads": TENSOR[:1], "ffn": TENSOR, "vocab": TENSOR}
+
+
+def present(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` that divide anything in this mesh, concrete or abstract."""
+    return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
+
+def expert_axes(mesh: Any, experts: int) -> tuple[str, ...]:
+    """What whole experts are divided over: nothing, or the expert axis with or without the tensor axes."""
+    if EXPERT not in mesh.shape:
+        return ()
+    expert, tensor = size(mesh, (EXPERT,)), size(mesh, TENSOR)
+    ways = whole_experts(experts, expert, tensor)
+    return present(mesh, (EXPERT, *TENSOR) if ways == expert * tensor else (EXPERT,))
+
+
+def spec(mesh: Any, shape: Sequence[int], axes: Sequence[str | None]) -> P:
+    """How an array with these logical axes is divided; a mesh axis divides one dimension at most, experts first."""
+    over: list[tuple[str, ...]] = [()] * len(axes)
+    for i, axis in enumerate(axes):
+        if axis == "experts":
+            over[i] = expert_axes(mesh, shape[i])
+    used = {name for names in over for name in names}
+    for i, axis in enumerate(axes):
+        if axis in OVER:
+            over[i] = tuple(name for name in present(mesh, OVER[axis]) if name not in used)
+    return P(*(names or None for names in over))
+
+
+def param_shardings(mesh: Mesh, params: Any) -> Any:
+    """The tree of `Param` as a tree of shardings."""
+    return jax.tree.map(
+        lambda p: NamedSharding(mesh, spec(mesh, p.shape, p.axes)),
+        params,
+        is_leaf=lambda x: isinstance(x, Param),
+    )
+
+
+def only(spec: P, axes: Sequence[str]) -> P:
+    """The part of a spec that `shard_map` over `axes` alone sees."""
+
+    def kept(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name in axes) or None
+
+    return P(*map(kept, spec))
+
+
+def batch_axes(mesh: Any) -> tuple[str, ...]:
+    """Over these, devices have sequences of their own, with pages and slots of their own."""
+    return present(mesh, BATCH)
