@@ -22,6 +22,7 @@ class Case:
     row: tuple[int, ...]
     skew: float = 0.0
     back: bool = False
+    fp8: bool = False  # rows of bytes, as fp8_rows.packed makes them
     axis: str = "expert"
 
     @property
@@ -41,6 +42,7 @@ class Case:
     def shapes(self, dtype) -> tuple[tuple, dict[str, Any]]:
         """All devices' arguments, one after the other."""
         counts, max_rows = self.counts(), self.max_rows
+        dtype = jnp.uint8 if self.fp8 else dtype
         sent = self.tokens * self.chosen
         rows = max_rows if self.back else sent
         if self.back:
@@ -53,8 +55,8 @@ class Case:
     def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(positional, keyword) arguments with random values."""
         (rows, counts), options = self.shapes(dtype)
-        values = np.random.default_rng(seed).normal(size=rows.shape)
-        return (jnp.asarray(values, dtype), jnp.asarray(counts)), options
+        values = np.random.default_rng(seed).normal(scale=30, size=rows.shape)
+        return (jnp.asarray(values).astype(rows.dtype), jnp.asarray(counts)), options
 
     def over(self, mesh: Mesh, fn: Callable) -> Callable:
         """`fn` on every device's part of the arguments."""
@@ -71,11 +73,13 @@ TINY = {
     "there": Case(4, 2, 8, 3, (2, 128), skew=0.3),
     "one device takes all": Case(4, 2, 8, 2, (1, 128), skew=1.0),
     "back": Case(4, 2, 8, 3, (2, 128), skew=0.3, back=True),
+    "bytes": Case(4, 1, 5, 2, (3, 128), fp8=True),
 }
 
 REAL = {
     "deepseek-v3 decode, 8 chips": Case(8, 32, 128, 8, (56, 128)),
     "deepseek-v3 decode back, 8 chips": Case(8, 32, 128, 8, (56, 128), back=True),
+    "deepseek-v3 decode, FP8 rows, 8 chips": Case(8, 32, 128, 8, (57, 128), fp8=True),
     "qwen3-235b prefill 8192, 4 chips": Case(4, 32, 8192, 8, (32, 128)),
     "gpt-oss-120b decode, 4 chips": Case(4, 32, 64, 4, (2944,)),
 }

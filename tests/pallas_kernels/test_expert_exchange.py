@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.expert_exchange import combine, expert_exchange
+from pallas_kernels.expert_exchange import cases, combine, expert_exchange, fp8_rows, tpu
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.op import Unfit
 
 X, GROUPS, T, ROW = 4, 2, 6, (3,)
 
@@ -145,3 +147,46 @@ def test_a_weight_of_zero_leaves_its_row_out():
     rows = jnp.array([[1.0, 2.0], [jnp.nan, jnp.nan]])
     out = combine(rows, jnp.array([[0, 1]], jnp.int32), jnp.array([[2.0, 0.0]]))
     np.testing.assert_array_equal(out, [[2.0, 4.0]])
+
+
+def test_fp8_rows_keep_three_bits_and_their_range():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(5, 256)) * np.array([[1e-6], [1.0], [3e4], [0.0], [7.0]])
+    rows = jnp.asarray(rows, jnp.float32)
+    lines = fp8_rows.packed(rows)
+    assert lines.shape == (5, 3, 128) and lines.dtype == jnp.uint8
+    back = np.asarray(fp8_rows.unpacked(lines, jnp.float32))
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    assert (np.abs(back - rows) <= np.maximum(np.abs(rows) * 2.0**-4, largest * 2.0**-9 / 448)).all()
+
+
+def test_the_race_detector_sees_two_devices_write_one_place(monkeypatch, caplog):
+    """What the walk over kernels relies on."""
+    right = tpu.routes
+
+    def all_to_the_first_place(*args):
+        route, received = right(*args)
+        return route._replace(place=jnp.zeros_like(route.place)), received
+
+    monkeypatch.setattr(tpu, "routes", all_to_the_first_place)
+    case = cases.TINY["there"]
+    args, kwargs = case.call(jnp.float32)
+    kernel = case.over(mesh_of(expert=4), partial(tpu.expert_exchange, **kwargs))
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, on_race="warn")):
+        jax.block_until_ready(jax.jit(kernel)(*args))
+    assert "RACE DETECTED" in caplog.text
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def test_rows_that_are_not_whole_lines_are_refused():
+    with pytest.raises(Unfit, match="pad the row"):
+        tpu.expert_exchange(jnp.zeros((4, 96)), jnp.zeros((1, 1), jnp.int32), axis_name="x", max_rows=4)
+
+
+def test_xlas_own_collective_lowers_for_gpus():
+    """CPUs cannot run it; what it is given are the offsets that the other forms use."""
+    case = cases.TINY["there"]
+    args, kwargs = case.call(jnp.float32)
+    call = jax.jit(case.over(mesh_of(expert=4), partial(expert_exchange.using("gpu"), **kwargs)))
+    text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_all_to_all" in text
