@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,16 +40,25 @@ def expert_exchange(
     devices, t = lax.axis_size(axis_name), rows.shape[0]
     route, received = routes(counts, axis_name, t, max_rows, back)
     me = lax.axis_index(axis_name)
-    begin, count, place = (x[:, me] for x in route)
-    source = jnp.arange(devices, dtype=jnp.int32)[:, None] * t
-    # Row i is in the last piece with rows that begins at or before it.
-    begins = jnp.where(count > 0, place, np.int32(2**30)).reshape(-1)
-    order = jnp.argsort(begins)
+    # The collective's parts are of equal size: as many rows for every device as any of them could get.
+    part = min(t, max_rows)
+    inside = jnp.cumsum(route.count, axis=2) - route.count  # of a part: where each piece begins
+    leaving = jnp.arange(part, dtype=jnp.int32)
+    piece = jax.vmap(_piece_of, (0, 0, None))(inside[me], route.count[me], leaving)
+    at = jnp.take_along_axis(route.begin[me] - inside[me], piece, axis=1) + leaving[None]
+    parts = lax.all_to_all(rows.at[at].get(mode="clip"), axis_name, 0, 0)
     arriving = jnp.arange(max_rows, dtype=jnp.int32)
-    piece = order[jnp.maximum(jnp.searchsorted(begins[order], arriving, side="right") - 1, 0)]
-    at = (source + begin - place).reshape(-1)[piece] + arriving
-    everything = lax.all_gather(rows, axis_name).reshape(devices * t, *rows.shape[1:])
-    return everything.at[at].get(mode="clip"), received
+    piece = _piece_of(route.place[:, me].reshape(-1), route.count[:, me].reshape(-1), arriving)
+    source = jnp.arange(devices, dtype=jnp.int32)[:, None] * part
+    at = (source + inside[:, me] - route.place[:, me]).reshape(-1)[piece] + arriving
+    return parts.reshape(devices * part, *rows.shape[1:]).at[at].get(mode="clip"), received
+
+
+def _piece_of(begins: Array, counts: Array, rows: Array) -> Array:
+    """The number of the piece that each row is in: the last with rows of its own that begins at or before it."""
+    begins = jnp.where(counts > 0, begins, np.int32(2**30))
+    order = jnp.argsort(begins)
+    return order[jnp.maximum(jnp.searchsorted(begins[order], rows, side="right") - 1, 0)]
 
 
 def combine(
