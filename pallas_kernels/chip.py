@@ -1,4 +1,4 @@
-"""What each TPU generation can do, per JAX device, with the source of every figure."""
+"""What each TPU generation and GPU can do, per JAX device, with the source of every figure."""
 
 from dataclasses import dataclass
 
@@ -57,3 +57,50 @@ def ambient() -> Chip:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = device.device_kind if device else jax.devices()[0].device_kind
     return next((chip for chip in CHIPS.values() if kind in chip.device_kinds), CHIPS["v5e"])
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of one GPU (SXM boards), products without sparsity."""
+
+    name: str
+    device_kind: str  # how JAX's name for it begins
+    processors: int  # streaming multiprocessors
+    bf16: float  # floating-point operations a second
+    fp8: float
+    hbm_bandwidth: float  # bytes a second
+    hbm_bytes: float
+    shared_bytes: int  # that one program may have
+    capability: int  # sm_90 is 90
+    source: str
+
+    def floor(self, flops: float, nbytes: float) -> float:
+        """The seconds that no implementation with BF16 products can beat."""
+        return max(flops / self.bf16, nbytes / self.hbm_bandwidth)
+
+
+_CUDA = "shared memory: CUDA C++ Programming Guide, compute capabilities"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            "h100", "NVIDIA H100", 132, 989.4e12, 1978.9e12, 3350e9, 80e9, 227 << 10, 90,
+            f"NVIDIA H100 datasheet and architecture white paper, SXM5; {_CUDA}",
+        ),
+        Gpu(
+            "h200", "NVIDIA H200", 132, 989.4e12, 1978.9e12, 4800e9, 141e9, 227 << 10, 90,
+            f"NVIDIA H200 datasheet, SXM; processors as H100; {_CUDA}",
+        ),
+        Gpu(
+            "b200", "NVIDIA B200", 148, 2250e12, 4500e12, 8000e9, 180e9, 227 << 10, 100,
+            f"NVIDIA HGX B200 datasheet, an eighth of it, halved for dense products; {_CUDA}",
+        ),
+    )
+}  # fmt: skip
+
+
+def ambient_gpu() -> Gpu:
+    """The GPU of the ambient mesh or of the default device; H100 where it is another one, or none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device else jax.devices()[0].device_kind
+    return next((gpu for gpu in GPUS.values() if kind.startswith(gpu.device_kind)), GPUS["h100"])

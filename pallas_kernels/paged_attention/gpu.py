@@ -1,0 +1,260 @@
+"""paged_attention on GPU, in Triton: a program for every (tile of rows, kv head, part of the context).
+
+A row is one token and one of the G query heads that share a kv head, so that all heads of a group meet the keys in
+one product. A tile is up to `rows` rows of one sequence: all of it when it decodes, a piece of a chunk otherwise.
+Each program walks over its keys in blocks, which it gathers through the page table. Where there are too few tiles
+for the chip, contexts are cut into parts, put together at the end by their log-sum-exp.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import chip
+from pallas_kernels.op import Unfit
+from pallas_kernels.row_tiles import Tiles, row_tiles
+from pallas_kernels.triton_limits import check_addresses, layer_index
+
+LOG2_E = math.log2(math.e)
+MASKED = -1e30
+MOST_ROWS = 128
+SHORTEST_PART = 256  # keys: with fewer, putting the parts together costs more than it brings
+
+
+class Static(NamedTuple):
+    """What is known when one call is compiled."""
+
+    rows: int  # of a tile
+    keys: int  # of a block
+    parts: int  # of every context
+    columns: int  # the head size, rounded up to a power of two
+    scale: float
+    soft_cap: float | None
+    windowed: bool
+    warps: int
+    stages: int
+
+
+class Scalars(NamedTuple):
+    """The integers that say what a program works on."""
+
+    tiles: Tiles
+    shift: Array  # [B + 1]: row t of this step stands at position t + shift; nobody's rows come last
+    length: Array  # [B + 1]
+    table: Array  # [B, P]
+    layer: Array  # [1]
+    window: Array  # [1]
+
+
+def paged_attention(
+    q, pages, page_table, q_starts, kv_lens, *, scale, layer=None, window=None, soft_cap=None, sinks=None
+):
+    """See `reference.paged_attention`. Heads of up to 256, a multiple of 16; pages of any size."""
+    _check(q, pages)
+    pages = pages if layer is not None else pages[None]
+    (t, n, _), k, b = q.shape, pages.shape[2], kv_lens.shape[0]
+    g = n // k
+    s = _static(q, pages, page_table, b)._replace(
+        scale=scale * LOG2_E, soft_cap=soft_cap, windowed=window is not None
+    )
+    starts = jnp.arange(b + 1, dtype=jnp.int32) if t == b else q_starts
+    if t == b and g <= s.rows:
+        at = jnp.arange(b, dtype=jnp.int32)
+        tiles = Tiles(at, at * g, at * g + g)
+    else:
+        tiles = row_tiles(starts * g, t * g, s.rows)
+    s = s._replace(parts=_parts(tiles.owner.shape[0] * k, page_table.shape[1] * pages.shape[4]))
+    nobody = jnp.zeros(1, jnp.int32)
+    seen = jnp.int32(0) if window is None else jnp.asarray(window, jnp.int32)
+    scalars = Scalars(
+        tiles,
+        jnp.append(kv_lens - starts[1:], nobody),
+        jnp.append(kv_lens, nobody),
+        page_table,
+        layer_index(layer),
+        jnp.where(seen > 0, seen, np.int32(1 << 30)).reshape(1),
+    )
+    return _launch(s, scalars, q, pages, sinks)
+
+
+def _check(q, pages) -> None:
+    """Refuse what the tensor cores or the addresses do not fit."""
+    h = q.shape[-1]
+    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise Unfit(
+            f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16, float16 or float32"
+        )
+    if h % 16 or h > 256:
+        raise Unfit(f"head size {h}: use a multiple of 16 up to 256")
+    check_addresses(pages=pages)
+
+
+def _static(q, pages, page_table, b: int) -> Static:
+    """Tiles as tall as the sequences bring rows; blocks and stages that fit the shared memory."""
+    (t, n, h), k = q.shape, pages.shape[2]
+    columns = pl.next_power_of_2(h)
+    tensor_cores = q.dtype != jnp.float32
+    tallest = MOST_ROWS if tensor_cores and columns <= 128 else MOST_ROWS // 2
+    rows = max(16, min(tallest, pl.next_power_of_2(-(-t // b) * (n // k))))
+    keys = 64 if tensor_cores and columns <= 128 else 32
+    return Static(
+        rows,
+        keys,
+        1,
+        columns,
+        1.0,
+        None,
+        False,
+        warps=8 if rows == 128 else 4,
+        stages=4 if tensor_cores else 2,
+    )
+
+
+def _parts(programs: int, context: int) -> int:
+    """Into how many parts to cut each context, so that every processor of the chip has two programs."""
+    return max(1, min(2 * chip.ambient_gpu().processors // programs, context // SHORTEST_PART))
+
+
+def _launch(s: Static, scalars: Scalars, q, pages, sinks) -> Array:
+    (t, n, h), k = q.shape, pages.shape[2]
+    split = s.parts > 1
+    out_shape = [jax.ShapeDtypeStruct((s.parts, t, n, h), jnp.float32 if split else q.dtype)]
+    if split:
+        out_shape.append(jax.ShapeDtypeStruct((s.parts, t, n), jnp.float32))
+    out = pl.pallas_call(
+        functools.partial(_body, s, n // k, sinks is not None),
+        grid=(scalars.tiles.owner.shape[0], k, s.parts),
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=s.warps, num_stages=s.stages),
+        name="paged_attention",
+    )(scalars, q, pages, *([] if sinks is None else [sinks.astype(jnp.float32)]))
+    return _together(*out).astype(q.dtype) if split else out[0][0]
+
+
+def _together(outs: Array, sizes: Array) -> Array:
+    """Attention over the whole context from what each part gave, [parts, T, N, H], and its log2-sum-exp2."""
+    shares = jnp.exp2(sizes - jnp.max(sizes, axis=0, keepdims=True))
+    return jnp.sum(outs * shares[..., None], axis=0) / jnp.sum(shares, axis=0)[..., None]
+
+
+class _State(NamedTuple):
+    """Attention over the keys so far: divide `sums` by `weight` to get the output."""
+
+    top: Array  # [rows]
+    weight: Array  # [rows]
+    sums: Array  # [rows, columns]
+
+
+class _Tile(NamedTuple):
+    """The rows of one program."""
+
+    q: Array  # [rows, columns]
+    position: Array  # [rows]
+    length: Array  # keys that some row sees
+    sequence: Array
+    window: Array
+
+
+def _body(s: Static, g: int, has_sinks: bool, scalars: Scalars, q, pages, *refs) -> None:
+    *sinks, out = refs[: 1 + has_sinks]
+    i, k, part = (pl.program_id(axis) for axis in range(3))
+    first, end, sequence = scalars.tiles.first[i], scalars.tiles.end[i], scalars.tiles.owner[i]
+    row = first + lax.iota(jnp.int32, s.rows)
+    token, head, mine = lax.div(row, g), k * g + lax.rem(row, g), row < end
+    column = lax.iota(jnp.int32, s.columns)
+    here = mine[:, None] & (column < q.shape[-1])[None]
+    shift = scalars.shift[sequence]
+    lowest = lax.div(first, g) + shift
+    length = jnp.minimum(scalars.length[sequence], lax.div(end - 1, g) + shift + 1)
+    tile = _Tile(
+        triton.load(q.at[token[:, None], head[:, None], column[None]], mask=here, other=0.0),
+        token + shift,
+        jnp.where(end > first, length, 0),
+        sequence,
+        scalars.window[0],
+    )
+    state = _State(
+        jnp.full((s.rows,), MASKED, jnp.float32),
+        jnp.zeros((s.rows,), jnp.float32),
+        jnp.zeros((s.rows, s.columns), jnp.float32),
+    )
+    if has_sinks:
+        once = mine & (part == 0)
+        sink = triton.load(sinks[0].at[head], mask=mine, other=0.0) * LOG2_E
+        state = _State(jnp.where(once, sink, MASKED), jnp.where(once, 1.0, 0.0), state.sums)
+    low, high = _range(s, tile, lowest, part)
+    step = functools.partial(_block, s, scalars, pages, k, tile)
+    # Blocks that all rows see whole need no masks.
+    edge = low if s.windowed else jnp.clip(lax.div(lowest + 1, s.keys), low, jnp.maximum(low, high))
+    state = lax.fori_loop(low, edge, functools.partial(step, False), state)
+    state = lax.fori_loop(edge, high, functools.partial(step, True), state)
+    values = state.sums / jnp.maximum(state.weight, 1e-30)[:, None]
+    triton.store(
+        out.at[part, token[:, None], head[:, None], column[None]], values.astype(out.dtype), mask=here
+    )
+    if s.parts > 1:
+        size = jnp.where(state.weight > 0, state.top + jnp.log2(jnp.maximum(state.weight, 1e-30)), MASKED)
+        triton.store(refs[-1].at[part, token, head], size, mask=mine)
+
+
+def _range(s: Static, tile: _Tile, lowest, part):
+    """The blocks of keys that this part of the context has: low <= block < high."""
+    high = pl.cdiv(tile.length, s.keys)
+    low = lax.div(jnp.maximum(lowest - tile.window + 1, 0), s.keys) if s.windowed else jnp.int32(0)
+    if s.parts == 1:
+        return low, high
+    share = pl.cdiv(jnp.maximum(high - low, 0), s.parts)
+    low += part * share
+    return low, jnp.minimum(low + share, high)
+
+
+def _block(s: Static, scalars: Scalars, pages, k, tile: _Tile, masked: bool, i, state: _State) -> _State:
+    """`state` after one more block of keys."""
+    page, h = pages.shape[-2], tile.q.shape[-1]
+    at = i * s.keys + lax.iota(jnp.int32, s.keys)
+    column = lax.iota(jnp.int32, s.columns)
+    written = at < tile.length
+    ids = _load(scalars.table.at[tile.sequence, lax.div(at, page)], written if masked else None)
+    width = pages.shape[-1] // 2
+    here = written[:, None] & (column < width)[None] if masked else None
+    if not masked and width < h:
+        here = jnp.broadcast_to((column < width)[None], (s.keys, s.columns))
+    where = (scalars.layer[0], ids[:, None], k, lax.rem(at, page)[:, None])
+    keys = _load(pages.at[(*where, column[None])], here)
+    values = _load(pages.at[(*where, width + column[None])], here)
+    scores = _product(tile.q, keys, 1) * s.scale
+    if s.soft_cap is not None:
+        scores = _capped(scores, s.soft_cap * LOG2_E)
+    if masked:
+        seen = (at[None] <= tile.position[:, None]) & written[None]
+        if s.windowed:
+            seen &= at[None] > tile.position[:, None] - tile.window
+        scores = jnp.where(seen, scores, MASKED)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+    shrink, weights = jnp.exp2(state.top - top), jnp.exp2(scores - top[:, None])
+    if masked:
+        weights = jnp.where(seen, weights, 0.0)
+    sums = state.sums * shrink[:, None] + _product(weights.astype(values.dtype), values, 0)
+    return _State(top, state.weight * shrink + jnp.sum(weights, axis=1), sums)
+
+
+def _load(ref, mask):
+    return triton.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def _product(x, y, over: int):
+    """Of rows with the rows (`over` 1) or columns (0) of `y`, summed in float32; float32 is not cut to TF32."""
+    numbers = (((1,), (over,)), ((), ()))
+    return lax.dot_general(x, y, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _capped(scores, cap: float):
+    """cap * tanh(scores / cap), by the exponential that the chip has."""
+    return cap - 2 * cap / (1 + jnp.exp2(scores * (2 * LOG2_E / cap)))
