@@ -1,6 +1,6 @@
 """matmul: rows times a matrix in any format that checkpoints store."""
 
-from pallas_kernels.matmul import reference, tpu
+from pallas_kernels.matmul import gpu, reference, tpu
 from pallas_kernels.op import Kernel, Op
 
-matmul = Op(reference.matmul, tpu=Kernel("tpu", tpu.matmul))
+matmul = Op(reference.matmul, tpu=Kernel("tpu", tpu.matmul), gpu=Kernel("gpu", gpu.matmul))
