@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 
 
 class ServerTarget:
-    """Any server with OpenAI's completions; `extra` goes into every body."""
+    """Any server with OpenAI's completions; `extra` goes into every body, where None takes a field out of it."""
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None, extra: dict[str, Any] | None):
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -52,6 +52,7 @@ class ServerTarget:
             **self.extra,
             **work.extra,
         }
+        body = {name: value for name, value in body.items() if value is not None}
         async with self.client.stream("POST", "/v1/completions", json=body) as response:
             if response.is_error:
                 text = (await response.aread()).decode(errors="replace")
