@@ -6,15 +6,16 @@ The same code runs on numpy arrays (a loader's, exact to the last subnormal) and
 
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits of a code; the fourth is the sign
+from pallas_kernels import gguf_blocks
+from pallas_kernels.elements import BITS, LARGEST, TOP_EXPONENT, decode, encode
+
+E4M3_MAX, E2M1_MAX = LARGEST["e4m3"], LARGEST["e2m1"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Format:
     """How a matrix [F, D] is stored: what a code is, and which codes share a scale."""
 
     name: str
-    codes: str  # "e4m3", "int8", "int4" or "e2m1"
+    codes: str  # an element of `elements`, or a kind of `gguf_blocks`, which hold their scales
     block: tuple[int, int]  # rows and columns that share a scale; 0 is all of them
     scale: Any = jnp.float32  # dtype of the scales; uint8 is E8M0, a power of two
     zeros: bool = False  # a zero point beside every scale
@@ -31,21 +32,33 @@ class Format:
     @property
     def packed(self) -> bool:
         """Two codes a byte, the even column's in the low nibble."""
-        return self.codes in ("int4", "e2m1")
+        return BITS.get(self.codes) == 4
 
     @property
     def bits(self) -> float:
         """Bits of memory per weight of a matrix that its blocks divide; scales of whole rows not counted."""
+        if self.codes in gguf_blocks.BYTES:
+            return 8 * gguf_blocks.BYTES[self.codes] / gguf_blocks.COLUMNS[self.codes]
         rows, columns = self.block
         scale = 8 * (jnp.dtype(self.scale).itemsize + self.zeros)
-        return (4.0 if self.packed else 8.0) + (scale / (rows * columns) if rows * columns else 0.0)
+        return BITS[self.codes] + (scale / (rows * columns) if rows * columns else 0.0)
 
 
+# FP8 (arXiv:2209.05433); blocks of 128 x 128 are DeepSeek-V3's (arXiv:2412.19437, 3.3).
 FP8_BLOCK = Format("fp8_block", "e4m3", (128, 128))
 FP8_CHANNEL = Format("fp8_channel", "e4m3", (1, 0))
+FP8_TENSOR = Format("fp8_tensor", "e4m3", (0, 0))
+E5M2_CHANNEL = Format("e5m2_channel", "e5m2", (1, 0))
+E5M2_TENSOR = Format("e5m2_tensor", "e5m2", (0, 0))
 INT8_CHANNEL = Format("int8_channel", "int8", (1, 0))
+# OCP Microscaling formats 1.0: blocks of 32 with a power of two each.
+MXFP8 = Format("mxfp8", "e4m3", (1, 32), scale=jnp.uint8)
+MXFP8_E5M2 = Format("mxfp8_e5m2", "e5m2", (1, 32), scale=jnp.uint8)
+MXFP6_E3M2 = Format("mxfp6_e3m2", "e3m2", (1, 32), scale=jnp.uint8)
+MXFP6_E2M3 = Format("mxfp6_e2m3", "e2m3", (1, 32), scale=jnp.uint8)
 MXFP4 = Format("mxfp4", "e2m1", (1, 32), scale=jnp.uint8)
 NVFP4 = Format("nvfp4", "e2m1", (1, 16), scale=jnp.float8_e4m3fn, per_tensor=True)
+GGUF = tuple(Format(kind, kind, (1, columns)) for kind, columns in gguf_blocks.COLUMNS.items())
 
 
 def int4(group: int, *, zeros: bool = False, scale: Any = jnp.bfloat16) -> Format:
@@ -56,7 +69,8 @@ def int4(group: int, *, zeros: bool = False, scale: Any = jnp.bfloat16) -> Forma
 FORMATS = {
     f.name: f
     for f in (
-        FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, MXFP4, NVFP4,
+        FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, E5M2_CHANNEL, E5M2_TENSOR, INT8_CHANNEL,
+        MXFP8, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4,
         *(int4(group, zeros=zeros) for group in (32, 64, 128) for zeros in (False, True)),
     )
 }  # fmt: skip
@@ -74,21 +88,26 @@ class QTensor:
     Every leaf has the stack's leading axes, so that slicing the leaves slices the matrix.
     """
 
-    codes: Any  # [..., F, D] float8_e4m3fn or int8; [..., F, D / 2] uint8 where two codes share a byte
-    scales: Any  # [..., F / rows, D / columns], rounded up
-    zeros: Any = None  # uint8, like `scales`
+    codes: (
+        Any  # [..., F, D] FP8 or int8, [..., F, D * bits / 8] uint8 where codes share bytes, or GGUF's blocks
+    )
+    scales: Any = None  # [..., F / rows, D / columns], rounded up; None for GGUF's
+    zeros: Any = None  # uint8 or int8, like `scales`
     tensor_scale: Any = None  # [...] float32
     format: Format = field(kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix that this stands for."""
+        if self.format.codes in gguf_blocks.BYTES:
+            *outer, blocks, _ = self.codes.shape
+            return (*outer, blocks * self.format.block[1])
         *outer, width = self.codes.shape
-        return (*outer, width * 2 if self.format.packed else width)
+        return (*outer, width * 8 // BITS[self.format.codes])
 
     @property
     def ndim(self) -> int:
-        return len(self.codes.shape)
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -100,31 +119,39 @@ class QTensor:
 def quantise(x, format: Format) -> QTensor:
     """`x` [..., F, D] in `format`, every code the nearest (ties to even), what is too large saturated.
 
-    A block of zeros has scale 0, and one with a NaN or an infinity becomes NaN as a whole.
-    FP8 (arXiv:2209.05433; 128 x 128 blocks: DeepSeek-V3, arXiv:2412.19437, 3.3): scale = max / 448.
-    INT8: max / 127. INT4: max / 7.5, or (max - min) / 15 with zero points, as GPTQ and AWQ have it.
-    MXFP4 (OCP Microscaling 1.0, 6.3): scale = 2^(floor(log2 max) - 2).
+    A block of zeros has scale 0, and one with a NaN or an infinity becomes NaN as a whole. Scales:
+    FP8: max / 448 (E5M2: 57344). INT8: max / 127, INT4: max / 7.5, as GPTQ and AWQ have it; with zero points
+    (max - min) over 255 or 15. MX (OCP Microscaling 1.0, 6.3): 2^(floor(log2 max) - exponent of the element's largest).
     NVFP4 (NVIDIA, "Introducing NVFP4"): tensor scale = max / (448 * 6), block scale = block max / 6 / tensor scale.
     """
-    (f, d), (_, columns) = x.shape[-2:], format.block
+    d, columns = x.shape[-1], format.block[1]
     if columns and d % columns and format.block[0] == 1:
         raise ValueError(
             f"{format.name} groups {columns} columns, and D={d} is no multiple; pad D with zeros"
         )
     xp = x.__array_namespace__()
     x = x.astype(np.float32)
-    blocks = _blocked(x, format)
-    scales, zeros, tensor_scale = _scales(xp, blocks, format)
-    step = _expand(_step(xp, scales, tensor_scale, format), format, (f, d))
+    if format.codes in gguf_blocks.BYTES:
+        return QTensor(gguf_blocks.encode(xp, x, format.codes), format=format)
+    scales, zeros, tensor_scale = _scales(xp, _blocked(x, format), format)
+    return encode_with(x, scales, zeros, tensor_scale, format)
+
+
+def encode_with(x, scales, zeros, tensor_scale, format: Format) -> QTensor:
+    """`x` [..., F, D] in `format` with these scales, however they were chosen."""
+    xp, shape = x.__array_namespace__(), x.shape[-2:]
+    step = _expand(_step(xp, scales, tensor_scale, format), format, shape)
     ratio = xp.where(step > 0, x / xp.where(step > 0, step, np.float32(1)), np.float32(0))
-    zero = None if zeros is None else _expand(zeros.astype(np.float32), format, (f, d))
-    return QTensor(_encode(xp, ratio, zero, format), scales, zeros, tensor_scale, format=format)
+    zero = None if zeros is None else _expand(zeros.astype(np.float32), format, shape)
+    return QTensor(encode(xp, ratio, format.codes, zero), scales, zeros, tensor_scale, format=format)
 
 
 def dequantise(w: QTensor, dtype: Any = np.float32):
     """The matrix [..., F, D] that `w` stands for: code times scale in float32, then rounded to `dtype`."""
     xp, shape = w.codes.__array_namespace__(), w.shape[-2:]
-    values = _decode(xp, w.codes, w.format)
+    if w.format.codes in gguf_blocks.BYTES:
+        return gguf_blocks.decode(xp, w.codes, w.format.codes).astype(dtype)
+    values = decode(xp, w.codes, w.format.codes)
     if w.zeros is not None:
         values = values - _expand(w.zeros.astype(np.float32), w.format, shape)
     elif w.format.codes == "int4":
@@ -148,7 +175,7 @@ def _scales(xp, blocks, format: Format):
     finite = xp.all(xp.isfinite(blocks), axis=(-3, -1))  # XLA's maximum on a CPU may pass over a NaN
     tensor_scale = zeros = None
     if format.scale == jnp.uint8:
-        exponent = (top.view(np.int32) >> np.int32(23)) - np.int32(2)
+        exponent = (top.view(np.int32) >> np.int32(23)) - np.int32(TOP_EXPONENT[format.codes])
         exponent = xp.where(finite, xp.maximum(exponent, np.int32(0)), np.int32(255))
         return exponent.astype(np.uint8), None, None
     if format.per_tensor:
@@ -160,12 +187,13 @@ def _scales(xp, blocks, format: Format):
         high = xp.maximum(xp.max(blocks, axis=(-3, -1)), np.float32(0))
         low = xp.minimum(xp.min(blocks, axis=(-3, -1)), np.float32(0))
         low = xp.where(finite, low, np.float32(0))
-        scale = ((high - low) / _constant(high, 15.0)).astype(format.scale)
+        most, least, kind = (15.0, 0, np.uint8) if format.codes == "int4" else (255.0, -128, np.int8)
+        scale = ((high - low) / _constant(high, most)).astype(format.scale)
         by = scale.astype(np.float32)
-        zeros = xp.rint(-low / xp.where(by > 0, by, np.float32(1)))
-        zeros = xp.where(finite, xp.clip(zeros, 0, 15), np.float32(0)).astype(np.uint8)
+        zeros = xp.clip(xp.rint(-low / xp.where(by > 0, by, np.float32(1))), 0, most)
+        zeros = (xp.where(finite, zeros, np.float32(0)) + np.float32(least)).astype(kind)
     else:
-        scale = top / _constant(top, {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[format.codes])
+        scale = top / _constant(top, LARGEST[format.codes])
     scale = xp.where(finite, scale.astype(np.float32), np.float32(np.nan))
     return scale.astype(format.scale), zeros, tensor_scale
 
@@ -193,38 +221,3 @@ def _expand(step, format: Format, shape: tuple[int, ...]):
     if rows != 1:
         step = xp.repeat(step, rows or f, axis=-2)[..., :f, :]
     return step if columns == 0 else xp.repeat(step, columns, axis=-1)[..., :d]
-
-
-def _encode(xp, ratio, zero, format: Format):
-    if format.codes == "e4m3":
-        return xp.clip(ratio, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    ratio = xp.where(xp.isnan(ratio), np.float32(0), ratio)
-    if format.codes == "int8":
-        return xp.clip(xp.rint(ratio), -127, 127).astype(np.int8)
-    if format.codes == "int4":
-        codes = xp.clip(xp.rint(ratio) + (np.float32(8) if zero is None else zero), 0, 15).astype(np.uint8)
-    else:
-        codes = _encode_e2m1(xp, ratio)
-    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
-
-
-def _encode_e2m1(xp, x):
-    """E2M1 (OCP Microscaling 1.0, 5.3.3): no NaN, no infinity, largest 6; a tie goes to the even code."""
-    size = xp.abs(x)
-    code = xp.signbit(x).astype(np.uint8) << np.uint8(3)
-    for i, (low, high) in enumerate(pairwise(E2M1)):
-        middle = np.float32((low + high) / 2)
-        code = code + (size >= middle if i % 2 else size > middle).astype(np.uint8)
-    return code
-
-
-def _decode(xp, codes, format: Format):
-    """Codes as float32 [..., F, D]; INT4 without its zero point taken off."""
-    if not format.packed:
-        return codes.astype(np.float32)
-    pairs = xp.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
-    codes = pairs.reshape(*codes.shape[:-1], -1)
-    if format.codes == "int4":
-        return codes.astype(np.float32)
-    table = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
-    return xp.asarray(table)[codes.astype(np.int32)]

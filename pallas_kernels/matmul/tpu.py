@@ -103,6 +103,8 @@ def check(x, w) -> None:
         raise Unfit(f"D={d} must be a multiple of {unit}; pad the rows and the weight with zeros")
     if format is None:
         return
+    if format.codes not in tpu_weights.CODES or (format.zeros and not format.packed):
+        raise Unfit(f"{format.name}: codes of {', '.join(tpu_weights.CODES)}, zero points with 4 bits only")
     groups = tpu_weights.grouped(format) and format.packed
     if not groups and not tpu_body.blocked(format) and format.block != (1, 0):
         raise Unfit(

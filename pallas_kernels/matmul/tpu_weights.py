@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.formats import Format
 
 LANES = 128
+CODES = {"e4m3": 2.0**4, "e2m1": 2.0**14, "int4": 2.0**-4, "int8": 1.0}  # and the factor of their encodings
 
 
 class Stored(NamedTuple):
@@ -31,12 +32,7 @@ def factor(format: Format | None, native_e4m3: bool) -> float:
     """What products with `operands` are to be multiplied by: the scale of the encodings they pass through."""
     if format is None:
         return 1.0
-    return {
-        "e4m3": 1.0 if native_e4m3 else 2.0**4,
-        "e2m1": 2.0**14,
-        "int4": 2.0**-4,
-        "int8": 1.0,
-    }[format.codes]
+    return 1.0 if format.codes == "e4m3" and native_e4m3 else CODES[format.codes]
 
 
 def grouped(format: Format | None) -> bool:

@@ -48,6 +48,8 @@ def test_the_price_is_the_weight_as_stored():
         (cases.Case(8, 128, 192, formats.FP8_BLOCK), jnp.bfloat16, "D=192 must be a multiple of 128"),
         (cases.Case(8, 128, 384, formats.MXFP4), jnp.bfloat16, "D=384 must be a multiple of 256"),
         (cases.Case(8, 128, 256, formats.Format("odd", "e4m3", (64, 64))), jnp.bfloat16, "only 128 x 128"),
+        (cases.Case(8, 128, 256, formats.E5M2_CHANNEL), jnp.bfloat16, "e5m2_channel: codes of e4m3, "),
+        (cases.Case(8, 128, 256, formats.MXFP8), jnp.bfloat16, "only 128 x 128"),
         (
             cases.Case(8, 128, 256, formats.int4(64, scale=jnp.float16)),
             jnp.bfloat16,
