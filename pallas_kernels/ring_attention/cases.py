@@ -1,0 +1,76 @@
+"""Named calls of ring_attention: tiny ones to compare values, real models' to compile and to measure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.ring_attention.layout import NOWHERE, zigzag
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of `new` tokens, after `context` tokens that the devices hold already, over a ring."""
+
+    devices: int
+    heads: tuple[int, int, int]  # query heads, kv heads, head size
+    new: tuple[int, ...]
+    context: tuple[int, ...] | None = None
+    latent: int | None = None
+    multiple: int = 128
+    axis: str = "ring"
+
+    def shapes(self, dtype) -> tuple[tuple, dict[str, Any]]:
+        """All devices' arguments, one after the other; places as numbers, the rest as shapes."""
+        n, k, h = self.heads
+        mine = zigzag(self.new, self.devices, first=self.context, multiple=self.multiple)
+        kv_places = mine.places
+        if self.context:
+            before = zigzag(self.context, self.devices, multiple=self.multiple)
+            kv_places = np.concatenate([before.places, kv_places], axis=1)
+        return (
+            jax.ShapeDtypeStruct((mine.places.size, n, h), dtype),
+            jax.ShapeDtypeStruct((kv_places.size, k, h if self.latent else 2 * h), dtype),
+            mine.places.reshape(-1),
+            kv_places.reshape(-1),
+            mine.starts.reshape(-1),
+        ), {"scale": h**-0.5, "axis_name": self.axis, "latent": self.latent}
+
+    def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
+        """(positional, keyword) arguments with random values."""
+        rng = np.random.default_rng(seed)
+        (q, kv, *places), options = self.shapes(dtype)
+        q, kv = (jnp.asarray(rng.normal(size=x.shape), dtype) for x in (q, kv))
+        return (q, kv, *map(jnp.asarray, places)), options
+
+    def over(self, mesh: Mesh, fn: Callable) -> Callable:
+        """`fn` on every device's part of the arguments."""
+        axis = P(self.axis)
+        return jax.shard_map(fn, mesh=mesh, in_specs=(axis,) * 5, out_specs=axis, check_vma=False)
+
+    def defined(self, out) -> np.ndarray:
+        """Results and log-sum-exps, side by side, of the rows that are some token's."""
+        real = self.shapes(jnp.bfloat16)[0][2] != NOWHERE
+        out, lse = (np.asarray(x, np.float32)[real] for x in out)
+        return np.concatenate([out, lse[..., None]], axis=-1)
+
+
+TINY = {
+    "grouped": Case(4, (4, 2, 128), new=(900,)),
+    "two sequences, heads of 64": Case(4, (2, 1, 64), new=(600, 1024)),
+    "latent on a context": Case(4, (8, 1, 192), new=(1000,), context=(700,), latent=128),
+}
+
+REAL = {
+    "llama-70b, 8 x 8192": Case(8, (64, 8, 128), new=(65536,)),
+    "llama-70b, 4 x 8192, three sequences": Case(4, (64, 8, 128), new=(20000, 10000, 2048)),
+    "deepseek-v3 latents, 8 x 8192": Case(8, (128, 1, 576), new=(65536,), latent=512),
+    "deepseek-v3 latents, chunk of 16384 on 114688, 8 chips": Case(
+        8, (128, 1, 576), new=(16384,), context=(114688,), latent=512
+    ),
+}

@@ -1,0 +1,108 @@
+"""A ring of devices gives what one device gives, whatever the sequences, and all devices have the same work."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+
+from pallas_kernels.ring_attention import ring_attention, zigzag
+from pallas_kernels.ring_attention.cases import Case
+from pallas_kernels.ring_attention.layout import NOWHERE, PLACES
+from pallas_kernels.ring_attention.reference import cost
+
+X = 4
+
+
+def over_ring(case: Case, args, kwargs):
+    mesh = Mesh(np.array(jax.devices()[: case.devices]), (case.axis,), axis_types=(AxisType.Auto,))
+    return jax.jit(case.over(mesh, partial(ring_attention.reference, **kwargs)))(*args)
+
+
+def on_one_device(args, scale, latent):
+    """Softmax over the whole context, written out; token by token through their places."""
+    q, kv, q_places, kv_places, _ = (np.asarray(x, np.float64 if x.ndim > 1 else None) for x in args)
+    n, k, h = q.shape[1], kv.shape[1], q.shape[2]
+    keys = np.repeat(kv[..., :h], n // k, axis=1)
+    values = np.repeat(kv[..., h:] if latent is None else kv[..., :latent], n // k, axis=1)
+    same = kv_places[None] // PLACES == q_places[:, None] // PLACES
+    seen = same & (kv_places[None] <= q_places[:, None]) & (kv_places[None] != NOWHERE)
+    scores = np.einsum("tnh,snh->tns", q, keys) * scale
+    scores = np.where(seen[:, None], scores, -np.inf)[q_places != NOWHERE]
+    lse = np.log(np.sum(np.exp(scores), axis=-1))
+    out = np.einsum("tns,snv->tnv", np.exp(scores - lse[..., None]), values)
+    return np.concatenate([out, lse[..., None]], axis=-1)
+
+
+@pytest.mark.supports("parallel", "ring attention: one sequence over chips, grouped-query and latent")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(X, (4, 2, 8), new=(61,), multiple=4),
+        Case(X, (4, 4, 8), new=(3, 40, 16), multiple=1),
+        Case(X, (4, 1, 12), new=(40,), latent=8, multiple=8),
+        Case(2, (2, 1, 8), new=(9, 30), context=(50, 0), multiple=4),
+        Case(1, (2, 1, 8), new=(20,), multiple=4),
+    ],
+    ids=["grouped", "three sequences", "latent", "on contexts", "ring of one"],
+)
+def test_a_ring_gives_what_one_device_gives(case):
+    args, kwargs = case.call(jnp.float32)
+    got = case.defined(over_ring(case, args, kwargs))
+    want = on_one_device(args, kwargs["scale"], case.latent)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_of_nobody_are_zeros():
+    case = Case(X, (2, 1, 8), new=(9,), multiple=4)
+    args, kwargs = case.call(jnp.float32)
+    out, lse = over_ring(case, args, kwargs)
+    nobody = np.asarray(args[2]) == NOWHERE
+    assert nobody.any()
+    assert not np.asarray(out)[nobody].any() and (np.asarray(lse)[nobody] < -1e29).all()
+
+
+@given(
+    new=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    devices=st.integers(1, 8),
+    multiple=st.sampled_from([1, 8, 128]),
+)
+def test_every_token_is_in_one_place(new, devices, multiple):
+    layout = zigzag(new, devices, multiple=multiple)
+    rows = layout.rows[layout.rows != NOWHERE]
+    np.testing.assert_array_equal(np.sort(rows), np.arange(sum(new)))
+    want = [b * PLACES + p for b, count in enumerate(new) for p in range(count)]
+    np.testing.assert_array_equal(np.sort(layout.places[layout.places != NOWHERE]), want)
+    assert (layout.places[layout.rows != NOWHERE] >= layout.starts[layout.rows != NOWHERE]).all()
+    assert layout.rows.shape == (devices, sum(2 * -(-c // (2 * devices * multiple)) * multiple for c in new))
+
+
+@settings(max_examples=30)
+@given(stripes=st.lists(st.integers(1, 5), min_size=1, max_size=3), devices=st.integers(2, 6))
+def test_all_devices_have_the_same_work_at_every_step(stripes, devices):
+    """But for the diagonal: where a device meets its own keys, half of two stripes is seen."""
+    layout = zigzag([2 * devices * s for s in stripes], devices, multiple=1)
+
+    def seen(d, source):
+        q, starts, k = layout.places[d][:, None], layout.starts[d][:, None], layout.places[source][None]
+        return int(((starts <= k) & (k <= q)).sum())
+
+    for step in range(devices):
+        assert len({seen(d, (d - step) % devices) for d in range(devices)}) == 1
+
+
+def test_too_many_sequences_are_refused():
+    with pytest.raises(ValueError, match="at most 127"):
+        zigzag([1] * 128, 2)
+
+
+def test_the_cost_counts_what_is_seen():
+    case = Case(2, (3, 1, 8), new=(12,), context=(4,), multiple=1)
+    args, kwargs = case.call(jnp.float32)
+    flops, nbytes = cost(*args, **kwargs, devices=2)
+    assert flops == 2 * 3 * 16 * sum(range(5, 17))
+    assert nbytes == 2 * 16 * 16 * 4 + 2 * 12 * 3 * 8 * 4 + 12 * 3 * 4
