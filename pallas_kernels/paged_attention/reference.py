@@ -8,9 +8,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-KEYS_AT_ONCE = 512  # keys of one block
+KEYS_AT_ONCE = 128  # keys of one block: few that no row sees, and scores that stay in a core's cache
 KEYS_OF_ONE_ROW = 64  # the same for sequences of one row: what is gathered stays in a core's own cache
-ROWS_AT_ONCE = 128  # query rows of one block when several sequences bring many
+ROWS_AT_ONCE = 128  # query rows of one block where sequences bring many
 MASKED = -1e30
 
 
@@ -65,8 +65,6 @@ def paged_attention(
     new = q_starts[1:] - q_starts[:-1]
     if t == b:
         out = _attend(form, q_TKGH[:, None], kv_lens - 1, page_table, kv_lens, sinks_KG)[:, 0]
-    elif b == 1:
-        out = _attend(form, q_TKGH[None], kv_lens - new, page_table, kv_lens, sinks_KG)[0]
     else:
         out = _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks_KG)
     return out.reshape(t, n, h).astype(q.dtype)
