@@ -6,6 +6,7 @@ Latents with their 64 rope values: [2 * C/128 + 1, page/2, 128]. Row i holds tok
 are the latents of the even tokens, 128 columns each, the next C/128 those of the odd ones; the last slab holds
 the rope keys, 64 values of the even token and then 64 of the odd. A plain [page, 576] array would lie in a TPU's
 memory with 640 columns, and would be read so. Scales are [2, page/2], the even tokens' and the odd ones'.
+Rope keys of another width R make it 2 R columns instead of 128; no released model has them.
 """
 
 from typing import Any, NamedTuple
@@ -43,29 +44,38 @@ def quantise(values: Array, dtype) -> tuple[Array, Array]:
     return jnp.where(small == 0, jnp.zeros_like(small), small), scales
 
 
-def latent_page(latent: int, page: int) -> tuple[int, int, int]:
-    """The shape of one page of `page` tokens with `latent` + 64 values each."""
-    return 2 * (latent // LANES) + 1, page // 2, LANES
+def quantise_rows(rows: Array, dtype) -> tuple[Array, Array]:
+    """Rows [T, K, 2H] with scales [T, K, 2], or rows [T, C + 64] with scales [T]."""
+    if rows.ndim == 2:
+        return quantise(rows, dtype)
+    (t, k, w) = rows.shape
+    small, scales = quantise(rows.reshape(t, k, 2, w // 2), dtype)
+    return small.reshape(rows.shape), scales
+
+
+def latent_page(latent: int, page: int, rope: int = ROPE) -> tuple[int, int, int]:
+    """The shape of one page of `page` tokens with `latent` + `rope` values each."""
+    return 2 * (latent // (2 * rope)) + 1, page // 2, 2 * rope
 
 
 def latent_of(pages: Array) -> int:
     """How many of a token's values are latent."""
-    return (pages.shape[-3] - 1) // 2 * LANES
+    return (pages.shape[-3] - 1) // 2 * pages.shape[-1]
 
 
 def packed(latent: Array, rope: Array) -> Array:
-    """[..., page, C] and [..., page, 64] -> pages of latents."""
-    *lead, page, width = latent.shape
-    slabs = latent.reshape(*lead, page // 2, 2 * (width // LANES), LANES)
-    ropes = rope.reshape(*lead, page // 2, 1, LANES)
+    """[..., page, C] and [..., page, R] -> pages of latents."""
+    (*lead, page, width), lanes = latent.shape, 2 * rope.shape[-1]
+    slabs = latent.reshape(*lead, page // 2, 2 * (width // lanes), lanes)
+    ropes = rope.reshape(*lead, page // 2, 1, lanes)
     return jnp.swapaxes(jnp.concatenate([slabs, ropes], axis=-2), -3, -2)
 
 
 def unpacked(pages: Array) -> tuple[Array, Array]:
     """The inverse of `packed`."""
-    *lead, _, half, _ = pages.shape
+    *lead, _, half, lanes = pages.shape
     rows = jnp.swapaxes(pages, -3, -2)
     return (
         rows[..., :-1, :].reshape(*lead, 2 * half, latent_of(pages)),
-        rows[..., -1, :].reshape(*lead, 2 * half, ROPE),
+        rows[..., -1, :].reshape(*lead, 2 * half, lanes // 2),
     )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.pages import LANES, ROPE, ScaledPages, plain_and_scales, quantise
+from pallas_kernels.pages import ScaledPages, plain_and_scales, quantise_rows
 
 
 def page_write(
@@ -23,20 +23,15 @@ def page_write(
     row (`pallas_kernels.pages`). `ScaledPages` take the rows in 8 bits, with a scale for every token's key and value
     of a head, or for every latent with its rope key.
 
-    Donate `pages`, and nothing is copied. Rows of one page come one after the other. Places may repeat only where the
-    content does not matter (padding goes to page 0). With `layer`, `pages` is the stack of all layers' pages, and
-    this layer's are written.
+    Donate `pages`, and nothing is copied. Rows of one page come one after the other, as their places do. Places may
+    repeat only where the content does not matter (padding goes to page 0). With `layer`, `pages` is the stack of
+    all layers' pages, and this layer's are written.
     """
     values, scales = plain_and_scales(pages)
     put = _put_latents if rows.ndim == 2 else _put_heads
     if scales is None:
         return put(values, None, rows.astype(values.dtype), None, places, layer)[0]
-    if rows.ndim == 2:
-        small, found = quantise(rows, values.dtype)
-    else:  # keys and values apart
-        (t, k, w) = rows.shape
-        small, found = quantise(rows.reshape(t, k, 2, w // 2), values.dtype)
-        small = small.reshape(rows.shape)
+    small, found = quantise_rows(rows, values.dtype)
     # As bytes: XLA on a CPU scatters 8-bit floats by way of 32 bits. It does copy the bytes once.
     codes, small = (lax.bitcast_convert_type(x, jnp.uint8) for x in (values, small))
     codes, scales = put(codes, scales, small, found, places, layer)
@@ -57,14 +52,15 @@ def _put_heads(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
 
 def _put_latents(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
     """Rows [T, C + 64] and scales [T] in their places."""
-    half, slabs = values.shape[-2], rows.shape[-1] // LANES
+    half, lanes = values.shape[-2:]
+    slabs, rope = rows.shape[-1] // lanes, lanes // 2
     page, row, odd = places // (2 * half), places % (2 * half) // 2, places % 2
     stack = () if layer is None else (layer,)
     slab = odd[:, None] * slabs + jnp.arange(slabs, dtype=places.dtype)[None]
-    lane = odd[:, None] * ROPE + jnp.arange(ROPE, dtype=places.dtype)[None]
-    latent = rows[:, : slabs * LANES].reshape(-1, slabs, LANES)
+    lane = odd[:, None] * rope + jnp.arange(rope, dtype=places.dtype)[None]
+    latent = rows[:, : slabs * lanes].reshape(-1, slabs, lanes)
     values = values.at[(*stack, page[:, None], slab, row[:, None])].set(latent)
-    values = values.at[(*stack, page[:, None], 2 * slabs, row[:, None], lane)].set(rows[:, slabs * LANES :])
+    values = values.at[(*stack, page[:, None], 2 * slabs, row[:, None], lane)].set(rows[:, slabs * lanes :])
     if scales is not None:
         scales = scales.at[(*stack, page, odd, row)].set(found)
     return values, scales
