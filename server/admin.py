@@ -49,18 +49,21 @@ async def metrics(request: Request, served: Annotated[Served, Depends(served)]) 
     return Response(encode(served.engine.registry), media_type=None, headers={"Content-Type": content_type})
 
 
+@health.head("/health", include_in_schema=False)
 @health.get("/health", response_model=HealthAnswer)
 async def healthy(served: Annotated[Served, Depends(served)]) -> JSONResponse:
     """Whether requests are being served or soon will be: 503 if the engine is stuck or dead."""
     return _health(served, bad=("stalled", "dead"))
 
 
+@health.head("/livez", include_in_schema=False)
 @health.get("/livez", response_model=HealthAnswer)
 async def live(served: Annotated[Served, Depends(served)]) -> JSONResponse:
     """Whether to leave the process alone: 503 if only a restart can help."""
     return _health(served, bad=("stalled", "dead"))
 
 
+@health.head("/readyz", include_in_schema=False)
 @health.get("/readyz", response_model=HealthAnswer)
 async def ready(served: Annotated[Served, Depends(served)]) -> JSONResponse:
     """Whether to send requests: 503 also while starting or draining."""

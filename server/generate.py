@@ -1,6 +1,7 @@
 """`jaxserve generate`: prompts from arguments, stdin or JSON lines, completed in this process."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def run(
 ) -> None:
     """Complete every row: as text to stdout, or to `target` as JSON lines in the order of the input."""
     rows = read_rows(prompts, source, chat)
-    params = [_params(number, row, sampling) for number, row in enumerate(rows)]
+    params = [sampling_of(number, row, sampling) for number, row in enumerate(rows)]
     llm = LLM(config)
     inputs = [_prompt(row, llm.tokenizer) for row in rows]
     outputs = llm.generate(inputs, params, use_tqdm=target is not None and sys.stderr.isatty())
@@ -69,11 +70,17 @@ def _row(number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _params(number: int, row: dict[str, Any], sampling: dict[str, Any]) -> SamplingParams:
+def sampling_of(number: int, row: dict[str, Any], sampling: dict[str, Any]) -> SamplingParams:
+    """A row's own fields over those of the command line; ConfigError naming the one that cannot be."""
     own = {name: value for name, value in row.items() if name not in _OWN_FIELDS}
+    unknown = own.keys() - {field.name for field in dataclasses.fields(SamplingParams)}
+    if unknown:
+        raise ConfigError(
+            f"request {number + 1}: {min(unknown)} is neither {', '.join(_OWN_FIELDS)} nor a sampling parameter"
+        )
     try:
         return SamplingParams(**sampling | own)
-    except (TypeError, RequestError) as error:
+    except RequestError as error:
         raise ConfigError(f"request {number + 1}: {error}") from None
 
 

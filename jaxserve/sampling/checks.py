@@ -56,6 +56,8 @@ def strings(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
     for item in value:
         if not isinstance(item, str) or not 0 < len(item) <= longest:
             raise refuse(name, item, expected)
+        if any("\ud800" <= char <= "\udfff" for char in item):
+            raise refuse(name, item, "text: half of a surrogate pair is no character and never comes out")
     return tuple(value)
 
 

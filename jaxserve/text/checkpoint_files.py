@@ -8,21 +8,19 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError
+from jaxserve.hub import resolve
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.gguf_tokenizer import TokenizerParts, add_around, parts_from_gguf
 from jaxserve.text.tokenizer import Tokenizer
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*", "additional_chat_templates/*",
-             "generation_config.json", "config.json"]  # fmt: skip
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint, with its chat template and the tokens that end an answer."""
-    place = Path(path).expanduser()
-    if not place.exists():
-        place = _from_hub(path, revision)
+    local = Path(path).expanduser()
+    place = local if local.exists() else Path(resolve(path, revision, weights=False))
     if place.is_file() and place.suffix != ".gguf":
         place = place.parent
     if place.is_dir() and not (place / "tokenizer.json").exists():
@@ -46,26 +44,6 @@ def _missing(folder: Path) -> CheckpointError:
         "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
         file=str(folder), expected="tokenizer.json or a .gguf file", found=", ".join(found) or "neither",
     )  # fmt: skip
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    """Downloads (or finds in the cache) the tokenizer files of a hub name."""
-    if (
-        name.count("/") > 1
-        or name.startswith((".", "/", "~"))
-        or name.endswith((".gguf", ".safetensors", ".json"))
-    ):
-        raise CheckpointError("there is no such file or folder", file=name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
-    except Exception as why:  # many kinds: no network, no such name, no permission
-        raise CheckpointError(
-            f"{name} is neither a file or folder here nor a hub name that can be fetched now; check the spelling, "
-            "the network and (for gated models) HF_TOKEN",
-            found=f"{type(why).__name__}: {why}",
-        ) from why
 
 
 def _parts_from_folder(folder: Path) -> TokenizerParts:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.hub import resolve
 from jaxserve.weights.checkpoint import Checkpoint, read_config, read_json
 from jaxserve.weights.gguf import SPLIT, GGUFCheckpoint
-from jaxserve.weights.hub import resolve
 from jaxserve.weights.orbax import MANIFEST, OrbaxCheckpoint
 from jaxserve.weights.quantized import plain
 from jaxserve.weights.safetensors import SafetensorsCheckpoint, read_index

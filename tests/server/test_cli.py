@@ -156,6 +156,13 @@ def test_a_demo_model_that_is_not_installed_says_how(monkeypatch):
         demo_model()
 
 
+def test_a_field_of_a_row_that_means_nothing_is_refused_by_name():
+    from server.generate import sampling_of
+
+    with pytest.raises(ConfigError, match=r"request 3: tempratur is neither .* nor a sampling parameter"):
+        sampling_of(2, {"prompt": "x", "tempratur": 1}, {})
+
+
 def test_rows_of_generate_are_texts_or_objects(tmp_path, monkeypatch):
     pytest.importorskip("jaxserve.llm")
     from server.generate import read_rows

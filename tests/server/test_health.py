@@ -19,6 +19,12 @@ async def test_health_follows_the_engine(client, engine, state, health, live, re
     got = [await client.get(path) for path in ("/health", "/livez", "/readyz")]
     assert [response.status_code for response in got] == [health, live, ready]
     assert all(response.json()["status"] == state for response in got)
+    heads = [await client.head(path) for path in ("/health", "/livez", "/readyz")]
+    assert [(response.status_code, response.text) for response in heads] == [
+        (health, ""),
+        (live, ""),
+        (ready, ""),
+    ]
 
 
 async def test_metrics_are_prometheus_text(client, engine):

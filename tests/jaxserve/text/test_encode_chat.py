@@ -257,6 +257,7 @@ def test_fields_that_are_null_are_absent():
         (["hello"], r"messages\[0\] must be an object"),
         ([{"content": "x"}], r"messages\[0\]\.role must be a name"),
         ([{"role": "user|>", "content": "x"}], "role must be a name"),
+        ([{"role": "user"}], r"messages\[0\] has no content"),
         (user(3), "a string or a list of text parts, not int"),
         (user([{"type": "image_url", "image_url": {}}]), "'image_url'; this model takes text"),
         ([{"role": "assistant", "tool_calls": {}}], "tool_calls must be a list"),

@@ -6,12 +6,16 @@ from pathlib import Path
 from jaxserve.errors import CheckpointError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNNEEDED = ["*/*", "consolidated*"]  # other layouts of the same weights
+TEXT = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*"]
+WEIGHTS = ["*.safetensors"]
+UNNEEDED = ["original/*", "onnx/*", "consolidated*"]  # other layouts of the same weights
 
 
-def resolve(path: str, revision: str | None = None) -> str:
-    """`path` itself if it is there, else the snapshot folder of the hub name it must then be."""
+def resolve(path: str, revision: str | None = None, *, weights: bool = True) -> str:
+    """`path` itself if it is there, else the snapshot folder of the hub name it must then be.
+
+    Without `weights` only the small files are fetched: configuration, tokenizer, chat templates.
+    """
     local = Path(path).expanduser()
     if path and local.exists():
         if revision is not None:
@@ -27,7 +31,10 @@ def resolve(path: str, revision: str | None = None) -> str:
 
     try:
         return huggingface_hub.snapshot_download(
-            path, revision=revision, allow_patterns=NEEDED, ignore_patterns=UNNEEDED
+            path,
+            revision=revision,
+            allow_patterns=TEXT + WEIGHTS if weights else TEXT,
+            ignore_patterns=UNNEEDED,
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as why:
         at = f" at revision {revision}" if revision else ""
