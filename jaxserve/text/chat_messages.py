@@ -52,7 +52,7 @@ def _message(message: Mapping[str, Any], where: str, parts: bool, developer: boo
         raise refusal(f"{where}.role must be a name such as user, assistant, system or tool, not {role!r}")
     if role == "developer" and not developer:
         prepared["role"] = "system"
-    if "content" not in prepared and not prepared.get("tool_calls"):
+    if "content" not in prepared and "tool_calls" not in prepared:
         raise refusal(f"{where} has no content; give it a text, or null where there is none")
     if "content" in prepared:
         prepared["content"] = _content(prepared["content"], f"{where}.content", parts)
