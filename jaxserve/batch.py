@@ -35,6 +35,7 @@ class Row:
     targets: Sequence[int] = field(
         default=()
     )  # the token after each new one, where prompt log-probabilities are due
+    group: int = 0  # of devices, which have pages and slots of their own
 
 
 @jax.tree_util.register_dataclass

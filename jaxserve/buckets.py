@@ -46,9 +46,13 @@ def first_needed(buckets: list[Bucket]) -> list[Bucket]:
     return [*decoding, *(max(b for b in buckets if b.seqs == n and b.tokens > n) for n in {1, most})]
 
 
-def choose(buckets: list[Bucket], counts: list[int], pages: int) -> Bucket:
-    """The smallest of `buckets` (sorted) for sequences with these numbers of new tokens and of cache pages."""
-    tokens, seqs, single = sum(counts), len(counts), max(counts) == 1
+def choose(buckets: list[Bucket], counts: list[list[int]], pages: int) -> Bucket:
+    """The smallest of `buckets` (sorted) for sequences with so many cache pages.
+
+    `counts` has the numbers of new tokens of the sequences of each group of devices; all groups run the same bucket.
+    """
+    tokens, seqs = max(map(sum, counts)), max(map(len, counts))
+    single = all(max(group) == 1 for group in counts)
     for b in buckets:
         if b.tokens >= tokens and b.seqs >= seqs and b.pages >= pages and (single or b.tokens != b.seqs):
             return b

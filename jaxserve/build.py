@@ -8,24 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from jaxserve.arrays import Arrays
 from jaxserve.buckets import all_buckets
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.memory import device_memory, fitting_length, params_bytes, plan_pages
+from jaxserve.groups import GroupedScheduler
+from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.placement import placement
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
 from jaxserve.sampling.params import SamplingParams
-from jaxserve.sampling.state import new_state
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import Step
 from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.topology import mesh_for
 from jaxserve.weights import load, open_checkpoint
 from kv import KVCache
 from pallas_kernels.op import platform
@@ -52,58 +53,63 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
     config = _with_dtypes(config, model_config)
-    model = model_for(model_config)
-    dtype, cache_dtype = jnp.dtype(config.dtype), jnp.dtype(config.kv_cache_dtype)
-    params = model.params(model_config)
+    params = model_for(model_config).params(model_config)
     stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
     if stacked:
         params["layers"] = stack_layers(params["layers"])
 
-    state_shape = jax.eval_shape(lambda: new_state(config.max_num_seqs, model_config.vocab_size))
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state_shape))
-    page_shape = model.cache_shape(model_config, config.block_size)
-    page_bytes = model_config.num_layers * int(np.prod(page_shape)) * cache_dtype.itemsize
-    weight_bytes = params_bytes(params, dtype)
-    other_bytes, longest = weight_bytes + state_bytes, model_config.max_model_len
-    num_pages = plan_pages(config, page_bytes, other_bytes, longest, device_memory())
+    mesh = mesh_for(config, model_config)
+    where = placement(mesh, model_config, params, stacked=stacked) if mesh else None
+    arrays = Arrays(config, model_config, params, stacked, where)
+    other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len
+    num_pages = plan_pages(config, arrays.page_bytes, other_bytes, longest, device_memory(arrays.sharing))
     longest = fitting_length(config, longest, num_pages)
     config = replace(config, max_model_len=longest)
 
-    weights = load(params, checkpoint, dtype, progress=True)
-    layers, pages = model_config.num_layers, (num_pages, *page_shape)
-    if stacked:
-        pool = jnp.zeros((layers, *pages), cache_dtype)
-    else:
-        pool = tuple(jnp.zeros(pages, cache_dtype) for _ in range(layers))
+    weights = load(params, checkpoint, config.dtype, where and where.params, progress=True)
     buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
-    state = new_state(config.max_num_seqs, model_config.vocab_size)
-    runner = DeviceRunner(Step(model_config, config.block_size), weights, pool, state, buckets)
+    step = Step(model_config, config.block_size, where)
+    runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets)
     loaded = time.monotonic()
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
     _count_when_warm(runner, metrics)
-    cache = KVCache(num_pages, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy)
+    scheduler = _scheduler(config, num_pages, where.groups if where else 1)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
     limits = Limits(longest, model_config.vocab_size, eos)
     metrics.set_cache_config(
         block_size=config.block_size,
-        num_gpu_blocks=num_pages - 1,
+        num_gpu_blocks=(num_pages - 1) * (where.groups if where else 1),
         cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=config.enable_prefix_caching,
     )
     log.info(
-        "%s ready: %.0f MiB of weights (%s), %d cache tokens, %d steps compiled in %.1f s, %.1f s in all",
+        "%s ready on %s: %.0f MiB of weights (%s), %d cache tokens, %d steps compiled in %.1f s, %.1f s in all",
         model_config.name,
-        weight_bytes / 2**20,
+        mesh.shape_tuple if mesh else "one device",
+        arrays.weight_bytes / 2**20,
         config.dtype,
-        cache.capacity_tokens,
+        scheduler.cache.capacity_tokens,
         len(buckets),
         time.monotonic() - loaded,
         time.monotonic() - began,
     )
     engine = Engine(runner, scheduler, tokenizer, limits, config, metrics)
     return Built(engine, config, model_config, tokenizer)
+
+
+def _scheduler(config: EngineConfig, num_pages: int, groups: int) -> Scheduler | GroupedScheduler:
+    """One scheduler a group of devices."""
+    made = [
+        Scheduler(
+            KVCache(num_pages, config.block_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.scheduling_policy,
+        )
+        for _ in range(groups)
+    ]
+    return GroupedScheduler(made) if groups > 1 else made[0]
 
 
 def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:

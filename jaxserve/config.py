@@ -42,6 +42,23 @@ class EngineConfig:
         "most new tokens computed in one step (longer prompts go in chunks)",
         aliases=("--chunked-prefill-size",),
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "devices that share every layer: heads, feed-forward and vocabulary",
+        aliases=("-tp", "--tp-size", "--tp"),
+    )
+    data_parallel_size: int = setting(
+        1,
+        "groups of devices with sequences and cache of their own; limits on sequences and tokens are for each of them",
+        aliases=("-dp", "--dp-size"),
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "divide experts as wholes over all devices, rather than each of them as tensor_parallel_size says",
+    )
+    expert_parallel_size: int | None = setting(
+        None, "the same over so many devices, of which others hold copies", aliases=("--ep-size",)
+    )
     gpu_memory_utilization: float | None = setting(
         None,
         "fraction of the device's memory that weights and cache may fill (default: 0.9, on CPU 0.1)",
@@ -78,6 +95,9 @@ class EngineConfig:
             raise ConfigError("no model was named; give a folder, a .gguf file or a hub name")
         for name in (
             "max_model_len",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "expert_parallel_size",
             "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",

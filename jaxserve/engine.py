@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.batch import UNSAMPLED, UNSCORED, Row
 from jaxserve.choice import Choice, Ongoing, Prompted
 from jaxserve.config import EngineConfig
+from jaxserve.groups import GroupedScheduler
 from jaxserve.metrics import Metrics
 from jaxserve.readout import Found, Readout
 from jaxserve.refusals import Limits, checked
@@ -23,7 +24,6 @@ from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Chunk, Plan, Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.text import Tokenizer
-from kv import KVCache
 
 CORRUPTED = (
     "the model's logits were not finite for this request (NaN or infinity), so it was ended; other requests are "
@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     def launch(self, rows: list[Row]) -> Pending: ...
 
-    def admit(self, slot: int, admission: Admission) -> None: ...
+    def admit(self, slot: int, admission: Admission, group: int = 0) -> None: ...
 
     def close(self) -> None: ...
 
@@ -50,7 +50,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        scheduler: Scheduler,
+        scheduler: Scheduler | GroupedScheduler,
         tokenizer: Tokenizer,
         limits: Limits,
         config: EngineConfig,
@@ -120,9 +120,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget every request and cached page: an exception in the middle of a step leaves nothing to rely on."""
-        old = self.scheduler
-        cache = KVCache(old.cache.num_pages, old.cache.page_size, old.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(cache, old.max_num_seqs, old.max_num_batched_tokens, old.policy)
+        self.scheduler = self.scheduler.renewed()
         self.ongoing, self._launched, self._counted = {}, None, (0, 0, 0)
 
     # Launching
@@ -140,7 +138,7 @@ class Engine:
                     self.limits.eos_token_ids,
                 )
                 assert seq.slot is not None
-                self.runner.admit(seq.slot, row)
+                self.runner.admit(seq.slot, row, seq.group)
         return plan, self.runner.launch([self._row(chunk) for chunk in plan.chunks])
 
     def _row(self, chunk: Chunk) -> Row:
@@ -164,6 +162,7 @@ class Engine:
             seed=choice.seed,
             n_out=max(end - seq.prompt_len, 0),
             targets=targets + [UNSCORED] * (chunk.count - len(targets)),
+            group=seq.group,
         )
 
     # Reading

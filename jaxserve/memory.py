@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import psutil
+from jax.sharding import NamedSharding
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -23,7 +24,7 @@ FREE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Memory:
-    """The default device's memory, in bytes."""
+    """A device's memory, in bytes."""
 
     total: int
     free: int
@@ -33,19 +34,31 @@ class Memory:
         return int(min(self.total * share, self.free * FREE_SHARE))
 
 
-def device_memory() -> Memory:
-    """What the default device has, and what of it nothing uses yet."""
-    stats = jax.devices()[0].memory_stats()
+def device_memory(sharing: int = 1) -> Memory:
+    """What a device of this process has, and what of it nothing uses yet.
+
+    `sharing` is how many devices of a mesh are here; simulated ones share the computer's memory.
+    """
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
     memory = psutil.virtual_memory()
-    return Memory(memory.total, memory.available)
+    return Memory(memory.total // sharing, memory.available // sharing)
 
 
-def params_bytes(params: Any, dtype: Any) -> int:
-    """Bytes of a tree of `Param` once loaded."""
+def params_bytes(params: Any, dtype: Any, shardings: Any = None) -> int:
+    """Bytes of a tree of `Param` once loaded; with `shardings` those on one device."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)
+    wheres = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    return sum(
+        elements(leaf.shape, where) * np.dtype(leaf.dtype or dtype).itemsize
+        for leaf, where in zip(leaves, wheres, strict=True)
+    )
+
+
+def elements(shape: tuple[int, ...], where: NamedSharding | None) -> int:
+    """Elements of an array on one device."""
+    return math.prod(where.shard_shape(shape) if where else shape)
 
 
 def plan_pages(

@@ -22,23 +22,29 @@ class Readout:
 
     def __init__(self, pending: Pending):
         self._output = pending.output
+        self._places, self._rows = pending.places, pending.rows
         self.tokens, self.finite = pending.result().tolist()
 
     @cached_property
     def sampled(self) -> Found:
         """Of the sampled tokens, one row a sequence."""
-        return _fetched(self._output.sampled)
+        return _fetched(self._output.sampled, self._places)
 
     @cached_property
     def scores(self) -> Found:
         """Of the tokens that follow in a prompt, one row a new token."""
-        return _fetched(self._output.scores)
+        return _fetched(self._output.scores, self._rows)
 
     @cached_property
     def hidden(self) -> np.ndarray:
         """float32 [T, D]."""
-        return np.asarray(self._output.hidden, np.float32)
+        return _ordered(np.asarray(self._output.hidden, np.float32), self._rows)
 
 
-def _fetched(arrays) -> Found:
-    return Found(*(np.asarray(getattr(arrays, name)) for name in Found._fields))
+def _fetched(arrays, places: np.ndarray | None) -> Found:
+    return Found(*(_ordered(np.asarray(getattr(arrays, name)), places) for name in Found._fields))
+
+
+def _ordered(rows: np.ndarray, places: np.ndarray | None) -> np.ndarray:
+    """The rows of what was launched, in that order."""
+    return rows if places is None else rows[places]

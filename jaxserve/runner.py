@@ -32,10 +32,13 @@ class Pending:
     """A launched step; the device may still be at it."""
 
     output: StepOutput
+    places: np.ndarray | None = None  # where each launched sequence is in the output, unless in order
+    rows: np.ndarray | None = None  # the same for each new token
 
     def result(self) -> np.ndarray:
         """Wait, then int32 [2, B]: the sampled tokens, and 1 where the logits were finite."""
-        return np.asarray(self.output.read)
+        read = np.asarray(self.output.read)
+        return read if self.places is None else read[:, self.places]
 
 
 class DeviceRunner:
@@ -44,6 +47,7 @@ class DeviceRunner:
     def __init__(self, step: Step, params, pool, state: SlotState, buckets: list[Bucket]):
         self.step, self.params, self.pool, self.state = step, params, pool, state
         self.warm = threading.Event()  # set when every bucket is compiled
+        self._groups = step.placement.groups if step.placement else 1
         self._buckets = buckets
         self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
@@ -66,7 +70,8 @@ class DeviceRunner:
             for _ in compilers.map(self._compile, first):
                 bar.advance(task)
         shapes = jax.tree.map(_shape, (self.state, np.int32(0), blank))
-        self._admit = jax.jit(admit, donate_argnums=0).lower(*shapes).compile()
+        stays = self.step.placement.state if self.step.placement else None
+        self._admit = jax.jit(admit, donate_argnums=0, out_shardings=stays).lower(*shapes).compile()
         self.admit(0, blank)
         self.launch([]).result()
         rest = [bucket for bucket in self._buckets if bucket not in self._compiled]
@@ -97,17 +102,28 @@ class DeviceRunner:
 
     def launch(self, rows: Sequence[Row]) -> Pending:
         """Start a step of these sequences; without any, the smallest step, of padding only."""
-        counts = [len(row.tokens) for row in rows] or [1]
+        by_group = [[row for row in rows if row.group == group] for group in range(self._groups)]
+        counts = [[len(row.tokens) for row in group] or [1] for group in by_group]
         bucket = choose(self._ready, counts, max((len(row.pages) for row in rows), default=0))
-        flat = pack(rows, bucket)
+        flat = np.concatenate([pack(group, bucket) for group in by_group])
         with self._donating():
-            output, self.pool, self.state = self._compiled[bucket](self.params, self.pool, self.state, flat)
-        return Pending(output)
+            output, self.pool, self.state = self._compiled[bucket](
+                self.params, self.pool, self.state, self._everywhere(flat)
+            )
+        return Pending(output, *(places(rows, bucket) if self._groups > 1 else ()))
 
-    def admit(self, slot: int, admission: Admission) -> None:
+    def admit(self, slot: int, admission: Admission, group: int = 0) -> None:
         """Fill a slot's state for a request whose sampling needs it, before its first step."""
+        slot += group * (len(self.state.last_token) // self._groups)
         with self._donating():
             self.state = self._admit(self.state, np.int32(slot), admission)
+
+    def _everywhere(self, flat: np.ndarray) -> np.ndarray | jax.Array:
+        """The packed step on all devices of this process."""
+        placement = self.step.placement
+        if placement is None:
+            return flat
+        return jax.make_array_from_callback(flat.shape, placement.flat, lambda part: flat[part])
 
     @contextmanager
     def _donating(self) -> Iterator[None]:
@@ -123,5 +139,23 @@ def _blank_if_lost(array: jax.Array) -> jax.Array:
     return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) if array.is_deleted() else array
 
 
+def places(rows: Sequence[Row], bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """Where each of `rows`, and each of their tokens, is in the output of a step that all groups ran."""
+    groups = max((row.group for row in rows), default=0) + 1
+    seqs, tokens = [0] * groups, [0] * groups  # placed so far
+    at: list[int] = []
+    token_rows: list[int] = []
+    for row in rows:
+        g, count = row.group, len(row.tokens)
+        at.append(g * bucket.seqs + seqs[g])
+        first = g * bucket.tokens + tokens[g]
+        token_rows += range(first, first + count)
+        seqs[g], tokens[g] = seqs[g] + 1, tokens[g] + count
+    return np.array(at, np.int32), np.array(token_rows, np.int32)
+
+
 def _shape(array: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    """With its sharding, if it is on a mesh of several devices."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding if on_mesh else None)

@@ -26,6 +26,7 @@ class Sequence:
     computed: int = 0  # tokens whose keys and values are in the cache once the launched steps have run
     in_flight: int = 0  # samples of launched steps, not read yet
     checked: int = 0  # tokens whose step was read and found in order; only these may be shared
+    group: int = 0  # of devices: where its pages and its slot are
     slot: int | None = None  # row of the per-sequence state on the device, while running
     lease: Lease | None = None  # while running
     num_cached: int | None = None  # prompt tokens found in the prefix cache, once it was admitted

@@ -3,22 +3,27 @@
 Pure and public: `Step` is all that a loop of your own needs (docs/api.md has one).
 """
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.batch import flat_size, unpack
 from jaxserve.buckets import Bucket
 from jaxserve.models import model_for
 from jaxserve.models.config import ModelConfig
+from jaxserve.placement import Placement
 from jaxserve.sampling.logprobs import score
 from jaxserve.sampling.params import MAX_LOGPROBS
 from jaxserve.sampling.sample import Sampled, sample
 from jaxserve.sampling.state import SlotState
+from sharding.rules import batch_axes
 
 SCORED_AT_ONCE = 64  # rows whose logits are in memory together when a prompt's log-probabilities are due
 
@@ -49,23 +54,68 @@ class StepOutput:
 class Step:
     """One model's step for any bucket. Call it like a function, or `compile` it ahead for a bucket.
 
-    `pool` and `state` are donated: use the returned ones.
+    `pool` and `state` are donated: use the returned ones. With a `placement` the step runs on its mesh, and each of
+    its groups of devices runs the whole step on a batch, pages and slots of its own: `flat` is their batches one after
+    the other, all of the same bucket, and so are all rows of the output.
     """
 
-    def __init__(self, config: ModelConfig, page_size: int):
-        self.config, self.page_size = config, page_size
+    def __init__(self, config: ModelConfig, page_size: int, placement: Placement | None = None):
+        self.config, self.page_size, self.placement = config, page_size, placement
         self.jitted = jax.jit(
-            partial(_step, config, page_size), static_argnames="bucket", donate_argnames=("pool", "state")
+            partial(_step if placement is None else partial(_on_mesh, placement), config, page_size),
+            static_argnames="bucket",
+            donate_argnames=("pool", "state"),
+            out_shardings=None if placement is None else _out_shardings(placement),
         )
 
     def __call__(self, params, pool, state: SlotState, flat: Array | np.ndarray, bucket: Bucket):
         """(StepOutput, pool, state) after the packed step `flat` (see `jaxserve.batch.pack`)."""
-        return self.jitted(params, pool, state, flat, bucket=bucket)
+        with self._mesh():
+            return self.jitted(params, pool, state, flat, bucket=bucket)
 
     def lower(self, params, pool, state, bucket: Bucket):
         """Traced and lowered for one bucket; arguments may be arrays or their shapes."""
-        flat = jax.ShapeDtypeStruct((flat_size(bucket),), jnp.int32)
-        return self.jitted.lower(params, pool, state, flat, bucket=bucket)
+        groups = self.placement.groups if self.placement else 1
+        sharding = self.placement.flat if self.placement else None
+        flat = jax.ShapeDtypeStruct((groups * flat_size(bucket),), jnp.int32, sharding=sharding)
+        with self._mesh():
+            return self.jitted.lower(params, pool, state, flat, bucket=bucket)
+
+    def _mesh(self) -> AbstractContextManager[Any]:
+        return jax.set_mesh(self.placement.mesh) if self.placement else nullcontext()
+
+
+def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket):
+    """Every group's step, on its part of all arguments but the weights; only experts hear of other groups."""
+    step = partial(_step, config, page_size, bucket=bucket)
+    groups = batch_axes(placement.mesh)
+    if not groups:
+        return step(params, pool, state, flat)
+
+    def of_group(*args):
+        output, pool, state = step(*args)
+        if output.expert_loads is not None:
+            output = replace(output, expert_loads=jax.lax.psum(output.expert_loads, groups))
+        return output, pool, state
+
+    rows = P(groups)
+    in_specs = tuple(
+        placement.inside(s) for s in (placement.params, placement.pool, placement.state, placement.flat)
+    )
+    output = StepOutput(read=P(None, groups), sampled=rows, scores=rows, hidden=rows, expert_loads=P())  # type: ignore[arg-type]
+    out_specs = (output, *in_specs[1:3])
+    # Kernels do not say over which axes their results vary, so it is not checked.
+    mapped = jax.shard_map(
+        of_group, in_specs=in_specs, out_specs=out_specs, axis_names=set(groups), check_vma=False
+    )
+    return mapped(params, pool, state, flat)
+
+
+def _out_shardings(placement: Placement):
+    """Pages and slots stay where they are; what the host reads is on every process, where there are several."""
+    everywhere = placement.everywhere if placement.spans_processes else None
+    output = StepOutput(everywhere, everywhere, everywhere, None, everywhere)  # type: ignore[arg-type]
+    return output, placement.pool, placement.state
 
 
 def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket: Bucket):

@@ -66,7 +66,7 @@ def embedding(table: Shaped[Array, "V D"], tokens: Int[Array, "T"]) -> Shaped[Ar
         return lax.psum(jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype)), vocab)
 
     tokens = jnp.clip(tokens, 0, table.shape[0] - 1)
-    return _mapped(local, vocab, (P(vocab), P()), P())(table, tokens)
+    return mapped(local, vocab, (P(vocab), P()), P())(table, tokens)
 
 
 def divided(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -100,11 +100,12 @@ def _everywhere(
         return op(*args, **arrays, **fixed)
 
     in_specs = ({name: option_specs.get(name, P()) for name in arrays}, *specs)
-    return _mapped(local, axes, in_specs, out)(arrays, *args)
+    return mapped(local, axes, in_specs, out)(arrays, *args)
 
 
-def _mapped(
+def mapped(
     fn: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
+    """`fn` on each device's part along `axes`."""
     # Kernels do not say over which axes their results vary, so it is not checked.
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)

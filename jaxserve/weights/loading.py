@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.weights.arrays import aligned_empty, convert_into, is_aligned, is_float
 from jaxserve.weights.checkpoint import Checkpoint, missing_tensor, overflow
+from jaxserve.weights.divided import Divided
 from jaxserve.weights.progress import Progress
 from sharding.params import Param
 
@@ -28,32 +29,42 @@ class _Leaf:
     param: Param
     sources: tuple[str, ...]
     stack: np.ndarray | None = None
+    divided: Divided | None = None  # over several devices
     missing: set[int] = field(default_factory=set)
 
 
-def load(params: Any, checkpoint: Checkpoint, dtype: Any, *, progress: bool = True) -> Any:
+def load(
+    params: Any, checkpoint: Checkpoint, dtype: Any, shardings: Any = None, *, progress: bool = True
+) -> Any:
     """The tree `params` with each `Param` a `jax.Array` of `dtype`, or None where an optional tensor is absent.
 
-    Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are
-    rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
+    With `shardings`, a tree like `params`, each device gets its part, and what no device of this process holds is
+    not read. Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values
+    are rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
     """
     dtype = np.dtype(dtype)
     leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Param))
     done: list[jax.Array | None] = [None] * len(leaves)
     parts, uses = _plan(leaves, checkpoint)
+    if shardings is not None:
+        for part, sharding in zip(parts, jax.tree.leaves(shardings), strict=True):
+            part.divided = Divided(part.param, sharding, np.dtype(part.param.dtype or dtype))
     total = sum(checkpoint.nbytes(name) for name in uses)
     began = time.perf_counter()
     with Progress(total, visible=progress) as bar:
         for name in checkpoint.names():
             if name not in uses:
                 continue
-            tensor, kept = checkpoint.read(name), False
+            wanted = any(_wants(parts[number], row) for number, row in uses[name])
+            tensor, kept = checkpoint.read(name) if wanted else None, False
             for number, row in uses[name]:
                 array = _place(parts[number], row, tensor, dtype, checkpoint, name)
-                if array is not None:
+                if isinstance(array, np.ndarray):
                     kept |= not array.flags.writeable  # the mapped file itself
-                    done[number] = _to_device(array)
-                    parts[number].stack = None
+                    array = _to_device(array)
+                if array is not None:
+                    done[number] = array
+                    parts[number].stack = parts[number].divided = None
             if not kept:
                 checkpoint.release(name)
             bar.advance(checkpoint.nbytes(name))
@@ -110,10 +121,20 @@ def _only_regroups(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return max(a) == max(b) and (a <= b or b <= a)
 
 
+def _wants(leaf: _Leaf, row: int) -> bool:
+    return leaf.divided is None or leaf.divided.wants(row)
+
+
 def _place(
-    leaf: _Leaf, row: int, tensor: np.ndarray, dtype: np.dtype, checkpoint: Checkpoint, name: str
-) -> np.ndarray | None:
+    leaf: _Leaf, row: int, tensor: np.ndarray | None, dtype: np.dtype, checkpoint: Checkpoint, name: str
+) -> np.ndarray | jax.Array | None:
     """Put `tensor` where it belongs; the whole array once nothing is missing from it."""
+    if leaf.divided is not None:
+        if tensor is not None and not leaf.divided.put(row, leaf.param.of(tensor)):
+            raise overflow(checkpoint, name, dtype)
+        leaf.missing.discard(row)
+        return None if leaf.missing else leaf.divided.array()
+    assert tensor is not None, "only what is divided is not read"
     tensor, dtype = leaf.param.of(tensor), np.dtype(leaf.param.dtype or dtype)
     if isinstance(leaf.param.source, str):
         if tensor.dtype == dtype and is_aligned(tensor):

@@ -31,9 +31,9 @@ class Scripted:
             logprob=logprob, rank=np.ones(len(rows), np.int32), top_ids=nobody, top_logprobs=nobody * 1.0
         )
         read = np.array([tokens, [1] * len(tokens)], np.int32)
-        return SimpleNamespace(result=lambda: read, output=SimpleNamespace(sampled=sampled))
+        return SimpleNamespace(result=lambda: read, output=SimpleNamespace(sampled=sampled), places=None, rows=None)
 
-    def admit(self, slot, admission) -> None:
+    def admit(self, slot, admission, group=0) -> None:
         pass
 
     def close(self) -> None:
