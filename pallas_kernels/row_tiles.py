@@ -14,17 +14,17 @@ class Tiles(NamedTuple):
     end: Array
 
 
-def row_tiles(starts: Array, total: int, size: int) -> Tiles:
-    """Tiles of at most `size` rows; owner x has rows starts[x]:starts[x + 1].
+def row_tiles(starts: Array, total: int, size: int, unit: int = 1) -> Tiles:
+    """Tiles of at most `size` rows; owner x has rows starts[x]:starts[x + 1], multiples of `unit`.
 
     Rows from the last start to `total` are nobody's and have the number after the last owner's, so that every
     row is in one tile.
     """
-    owners = starts.shape[0]
+    partial = 0 if unit % size == 0 else starts.shape[0]
     ends = jnp.append(starts[1:], jnp.int32(total))
     counts = (ends - starts + (size - 1)) // size
     before = jnp.cumsum(counts) - counts
-    number = jnp.arange(total // size + owners, dtype=jnp.int32)
+    number = jnp.arange(total // size + partial, dtype=jnp.int32)
     # All against all: on a GPU this is one small kernel, and a binary search is a loop of several.
     owner = jnp.sum(number[:, None] >= before[None, 1:], axis=1, dtype=jnp.int32)
     first = jnp.minimum(starts[owner] + (number - before[owner]) * size, ends[owner])

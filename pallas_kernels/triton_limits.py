@@ -1,7 +1,8 @@
-"""What Triton asks of every GPU kernel's arrays: offsets that fit, and scalars that are arrays."""
+"""What Triton asks of the arrays of GPU kernels: offsets that fit, scalars that are arrays, zeros of the right kind."""
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas import triton
 
 from pallas_kernels.op import Unfit
 
@@ -22,3 +23,11 @@ def check_addresses(**arrays) -> None:
 def layer_index(layer) -> Array:
     """The layer number as an array [1], as kernels without scalar operands take it; 0 where there is no stack."""
     return jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
+
+
+def load(ref, mask: Array | None = None) -> Array:
+    """What `ref` refers to; zeros where `mask` does not hold."""
+    if mask is None:
+        return triton.load(ref)
+    nothing = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    return triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=nothing)

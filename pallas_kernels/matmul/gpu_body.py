@@ -13,8 +13,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.formats import Format, QTensor
 from pallas_kernels.op import Unfit
-from pallas_kernels.triton_limits import check_addresses
-
+from pallas_kernels.triton_limits import check_addresses, load
 
 CODES = ("int4", "e2m1", "int8", "e4m3", "e5m2")
 LONGEST_GROUP = 128  # columns of a row that share a scale; longer ones are blocks, whose scales multiply sums
@@ -63,7 +62,7 @@ def taken_apart(x, w) -> Weight:
         check_addresses(w=w)
         return Weight(w, None, None, None)
     check_addresses(codes=w.codes)
-    rows, columns = w.format.block
+    columns = w.format.block[1]
     if w.format.codes not in CODES or (columns and columns & (columns - 1)):
         raise Unfit(f"{w.format.name}: codes of {CODES} in blocks of a power of two of columns")
     if not _grouped(w.format) and (w.format.packed or w.zeros is not None):
@@ -93,11 +92,11 @@ def product(s: Static, tile: Tile, x, w: Weight, low, high) -> Array:
     def step(i, sums):
         code = i * s.width + lax.iota(jnp.int32, s.width)
         columns_there = None if width % s.width == 0 else code < width
-        stored = _load(
+        stored = load(
             w.codes.at[tile.weight, output[:, None], code[None]], _both(outputs_there, columns_there)
         )
         there = _both(row < tile.end, columns_there)
-        planes = [_load(x.at[p, row[:, None], code[None]], there) for p in range(s.planes)]
+        planes = [load(x.at[p, row[:, None], code[None]], there) for p in range(s.planes)]
         found = jnp.zeros((s.outputs, s.rows), jnp.float32)
         for operand, plane in zip(
             _operands(s, tile, w, stored, output, i, plane_type=x.dtype), planes, strict=True
@@ -107,7 +106,7 @@ def product(s: Static, tile: Tile, x, w: Weight, low, high) -> Array:
             assert s.format is not None
             rows, columns = s.format.block
             at = w.scales.at[tile.weight, lax.div(output, rows), lax.div(i * s.width, columns)]
-            found *= _load(at, outputs_there).astype(jnp.float32)[:, None]
+            found *= load(at, outputs_there).astype(jnp.float32)[:, None]
         return sums + found
 
     return lax.fori_loop(low, high, step, jnp.zeros((s.outputs, s.rows), jnp.float32))
@@ -121,7 +120,7 @@ def store(s: Static, tile: Tile, part, out, w: Weight, found) -> None:
     if w.factors is not None and w.factors.shape[-1] == 1:
         found *= w.factors[tile.weight, 0].astype(jnp.float32)
     elif w.factors is not None:
-        scale = _load(w.factors.at[tile.weight, output], output < f)
+        scale = load(w.factors.at[tile.weight, output], output < f)
         found *= scale.astype(jnp.float32)[:, None]
     here = (row < tile.end)[:, None] & (output < f)[None]
     triton.store(out.at[part, row[:, None], output[None]], found.T.astype(out.dtype), mask=here)
@@ -139,19 +138,20 @@ def _blocked(format: Format | None) -> bool:
 
 def _operands(s: Static, tile: Tile, w: Weight, stored, output, i, plane_type) -> list[Array]:
     """What meets each plane of the rows: the weight [outputs, width] in their type."""
-    if s.format is None or not _grouped(s.format):
+    format = s.format
+    if format is None or not _grouped(format):
         return [stored.astype(plane_type)]
-    group = s.format.block[1] // s.planes
+    group = format.block[1] // s.planes
     groups = s.width // group
     at = (tile.weight, output[:, None], (i * groups + lax.iota(jnp.int32, groups))[None])
     there = _both(output < w.codes.shape[1], at[-1][0] < w.scales.shape[-1])
-    step = _scale(s.format, _load(w.scales.at[at], there))[:, :, None]
-    zero = 8.0 if s.format.codes == "int4" else None
+    step = _scale(format, load(w.scales.at[at], there))[:, :, None]
+    zero = 8.0 if format.codes == "int4" else None
     if w.zeros is not None:
-        zero = _load(w.zeros.at[at], there).astype(jnp.float32)[:, :, None]
+        zero = load(w.zeros.at[at], there).astype(jnp.float32)[:, :, None]
 
     def operand(codes):
-        values = _decoded(s.format, codes).reshape(s.outputs, groups, group)
+        values = _decoded(format, codes).reshape(s.outputs, groups, group)
         values = values if zero is None else values - zero
         return (values * step).astype(plane_type).reshape(s.outputs, s.width)
 
@@ -191,10 +191,3 @@ def _both(rows: Array | None, columns: Array | None) -> Array | None:
     if rows is None:
         return None if columns is None else columns[None]
     return rows[:, None] if columns is None else rows[:, None] & columns[None]
-
-
-def _load(ref, mask: Array | None) -> Array:
-    if mask is None:
-        return triton.load(ref)
-    nothing = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
-    return triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=nothing)

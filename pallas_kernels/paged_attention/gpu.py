@@ -7,7 +7,6 @@ for the chip, contexts are cut into parts, put together at the end by their log-
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,15 +16,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels import chip
+from pallas_kernels import triton_attention as attention
 from pallas_kernels.op import Unfit
 from pallas_kernels.row_tiles import Tiles, row_tiles
-from pallas_kernels.triton_limits import check_addresses, layer_index
+from pallas_kernels.triton_attention import LOG2_E, MASKED, State
+from pallas_kernels.triton_limits import check_addresses, layer_index, load
 
-LOG2_E = math.log2(math.e)
-MASKED = -1e30
 MOST_ROWS = 128
-SHORTEST_PART = 256  # keys: with fewer, putting the parts together costs more than it brings
 
 
 class Static(NamedTuple):
@@ -35,7 +32,7 @@ class Static(NamedTuple):
     keys: int  # of a block
     parts: int  # of every context
     columns: int  # the head size, rounded up to a power of two
-    scale: float
+    scale: float  # of scores in base 2
     soft_cap: float | None
     windowed: bool
     warps: int
@@ -61,16 +58,14 @@ def paged_attention(
     pages = pages if layer is not None else pages[None]
     (t, n, _), k, b = q.shape, pages.shape[2], kv_lens.shape[0]
     g = n // k
-    s = _static(q, pages, page_table, b)._replace(
-        scale=scale * LOG2_E, soft_cap=soft_cap, windowed=window is not None
-    )
+    s = _static(q, k, b)._replace(scale=scale * LOG2_E, soft_cap=soft_cap, windowed=window is not None)
     starts = jnp.arange(b + 1, dtype=jnp.int32) if t == b else q_starts
     if t == b and g <= s.rows:
         at = jnp.arange(b, dtype=jnp.int32)
         tiles = Tiles(at, at * g, at * g + g)
     else:
         tiles = row_tiles(starts * g, t * g, s.rows)
-    s = s._replace(parts=_parts(tiles.owner.shape[0] * k, page_table.shape[1] * pages.shape[4]))
+    s = s._replace(parts=attention.parts(tiles.owner.shape[0] * k, page_table.shape[1] * pages.shape[4]))
     nobody = jnp.zeros(1, jnp.int32)
     seen = jnp.int32(0) if window is None else jnp.asarray(window, jnp.int32)
     scalars = Scalars(
@@ -96,37 +91,22 @@ def _check(q, pages) -> None:
     check_addresses(pages=pages)
 
 
-def _static(q, pages, page_table, b: int) -> Static:
+def _static(q, k: int, b: int) -> Static:
     """Tiles as tall as the sequences bring rows; blocks and stages that fit the shared memory."""
-    (t, n, h), k = q.shape, pages.shape[2]
+    t, n, h = q.shape
     columns = pl.next_power_of_2(h)
     tensor_cores = q.dtype != jnp.float32
     tallest = MOST_ROWS if tensor_cores and columns <= 128 else MOST_ROWS // 2
-    rows = max(16, min(tallest, pl.next_power_of_2(-(-t // b) * (n // k))))
+    rows = max(16, min(tallest, pl.next_power_of_2(pl.cdiv(t, b) * (n // k))))
     keys = 64 if tensor_cores and columns <= 128 else 32
-    return Static(
-        rows,
-        keys,
-        1,
-        columns,
-        1.0,
-        None,
-        False,
-        warps=8 if rows == 128 else 4,
-        stages=4 if tensor_cores else 2,
-    )
-
-
-def _parts(programs: int, context: int) -> int:
-    """Into how many parts to cut each context, so that every processor of the chip has two programs."""
-    return max(1, min(2 * chip.ambient_gpu().processors // programs, context // SHORTEST_PART))
+    warps, stages = 8 if rows == MOST_ROWS else 4, 4 if tensor_cores else 2
+    return Static(rows, keys, 1, columns, 1.0, None, False, warps, stages)
 
 
 def _launch(s: Static, scalars: Scalars, q, pages, sinks) -> Array:
     (t, n, h), k = q.shape, pages.shape[2]
-    split = s.parts > 1
-    out_shape = [jax.ShapeDtypeStruct((s.parts, t, n, h), jnp.float32 if split else q.dtype)]
-    if split:
+    out_shape = [jax.ShapeDtypeStruct((s.parts, t, n, h), q.dtype if s.parts == 1 else jnp.float32)]
+    if s.parts > 1:
         out_shape.append(jax.ShapeDtypeStruct((s.parts, t, n), jnp.float32))
     out = pl.pallas_call(
         functools.partial(_body, s, n // k, sinks is not None),
@@ -135,21 +115,13 @@ def _launch(s: Static, scalars: Scalars, q, pages, sinks) -> Array:
         compiler_params=triton.CompilerParams(num_warps=s.warps, num_stages=s.stages),
         name="paged_attention",
     )(scalars, q, pages, *([] if sinks is None else [sinks.astype(jnp.float32)]))
-    return _together(*out).astype(q.dtype) if split else out[0][0]
+    return out[0][0] if s.parts == 1 else _together(*out).astype(q.dtype)
 
 
 def _together(outs: Array, sizes: Array) -> Array:
     """Attention over the whole context from what each part gave, [parts, T, N, H], and its log2-sum-exp2."""
     shares = jnp.exp2(sizes - jnp.max(sizes, axis=0, keepdims=True))
     return jnp.sum(outs * shares[..., None], axis=0) / jnp.sum(shares, axis=0)[..., None]
-
-
-class _State(NamedTuple):
-    """Attention over the keys so far: divide `sums` by `weight` to get the output."""
-
-    top: Array  # [rows]
-    weight: Array  # [rows]
-    sums: Array  # [rows, columns]
 
 
 class _Tile(NamedTuple):
@@ -163,7 +135,7 @@ class _Tile(NamedTuple):
 
 
 def _body(s: Static, g: int, has_sinks: bool, scalars: Scalars, q, pages, *refs) -> None:
-    *sinks, out = refs[: 1 + has_sinks]
+    sinks, out, *sizes = refs if has_sinks else (None, *refs)
     i, k, part = (pl.program_id(axis) for axis in range(3))
     first, end, sequence = scalars.tiles.first[i], scalars.tiles.end[i], scalars.tiles.owner[i]
     row = first + lax.iota(jnp.int32, s.rows)
@@ -174,87 +146,55 @@ def _body(s: Static, g: int, has_sinks: bool, scalars: Scalars, q, pages, *refs)
     lowest = lax.div(first, g) + shift
     length = jnp.minimum(scalars.length[sequence], lax.div(end - 1, g) + shift + 1)
     tile = _Tile(
-        triton.load(q.at[token[:, None], head[:, None], column[None]], mask=here, other=0.0),
+        load(q.at[token[:, None], head[:, None], column[None]], here),
         token + shift,
         jnp.where(end > first, length, 0),
         sequence,
         scalars.window[0],
     )
-    state = _State(
-        jnp.full((s.rows,), MASKED, jnp.float32),
-        jnp.zeros((s.rows,), jnp.float32),
-        jnp.zeros((s.rows, s.columns), jnp.float32),
-    )
-    if has_sinks:
+    state = attention.nothing_seen(s.rows, s.columns)
+    if sinks is not None:
         once = mine & (part == 0)
-        sink = triton.load(sinks[0].at[head], mask=mine, other=0.0) * LOG2_E
-        state = _State(jnp.where(once, sink, MASKED), jnp.where(once, 1.0, 0.0), state.sums)
-    low, high = _range(s, tile, lowest, part)
+        sink = load(sinks.at[head], mine) * LOG2_E
+        state = State(jnp.where(once, sink, MASKED), jnp.where(once, 1.0, 0.0), state.sums)
+    high = pl.cdiv(tile.length, s.keys)
+    low = lax.div(jnp.maximum(lowest - tile.window + 1, 0), s.keys) if s.windowed else jnp.int32(0)
+    low, high = attention.share(low, high, s.parts, part)
     step = functools.partial(_block, s, scalars, pages, k, tile)
     # Blocks that all rows see whole need no masks.
     edge = low if s.windowed else jnp.clip(lax.div(lowest + 1, s.keys), low, jnp.maximum(low, high))
     state = lax.fori_loop(low, edge, functools.partial(step, False), state)
     state = lax.fori_loop(edge, high, functools.partial(step, True), state)
-    values = state.sums / jnp.maximum(state.weight, 1e-30)[:, None]
-    triton.store(
-        out.at[part, token[:, None], head[:, None], column[None]], values.astype(out.dtype), mask=here
-    )
-    if s.parts > 1:
-        size = jnp.where(state.weight > 0, state.top + jnp.log2(jnp.maximum(state.weight, 1e-30)), MASKED)
-        triton.store(refs[-1].at[part, token, head], size, mask=mine)
+    values = attention.output(state).astype(out.dtype)
+    triton.store(out.at[part, token[:, None], head[:, None], column[None]], values, mask=here)
+    for ref in sizes:
+        triton.store(ref.at[part, token, head], attention.log_sum(state), mask=mine)
 
 
-def _range(s: Static, tile: _Tile, lowest, part):
-    """The blocks of keys that this part of the context has: low <= block < high."""
-    high = pl.cdiv(tile.length, s.keys)
-    low = lax.div(jnp.maximum(lowest - tile.window + 1, 0), s.keys) if s.windowed else jnp.int32(0)
-    if s.parts == 1:
-        return low, high
-    share = pl.cdiv(jnp.maximum(high - low, 0), s.parts)
-    low += part * share
-    return low, jnp.minimum(low + share, high)
-
-
-def _block(s: Static, scalars: Scalars, pages, k, tile: _Tile, masked: bool, i, state: _State) -> _State:
+def _block(s: Static, scalars: Scalars, pages, k, tile: _Tile, masked: bool, i, state: State) -> State:
     """`state` after one more block of keys."""
-    page, h = pages.shape[-2], tile.q.shape[-1]
+    page, h = pages.shape[-2], pages.shape[-1] // 2
     at = i * s.keys + lax.iota(jnp.int32, s.keys)
     column = lax.iota(jnp.int32, s.columns)
-    written = at < tile.length
-    ids = _load(scalars.table.at[tile.sequence, lax.div(at, page)], written if masked else None)
-    width = pages.shape[-1] // 2
-    here = written[:, None] & (column < width)[None] if masked else None
-    if not masked and width < h:
-        here = jnp.broadcast_to((column < width)[None], (s.keys, s.columns))
+    written = at < tile.length if masked else None
+    ids = load(scalars.table.at[tile.sequence, lax.div(at, page)], written)
+    here = None if h == s.columns else (column < h)[None]
+    if written is not None:
+        here = written[:, None] if here is None else written[:, None] & here
     where = (scalars.layer[0], ids[:, None], k, lax.rem(at, page)[:, None])
-    keys = _load(pages.at[(*where, column[None])], here)
-    values = _load(pages.at[(*where, width + column[None])], here)
-    scores = _product(tile.q, keys, 1) * s.scale
+    keys = load(pages.at[(*where, column[None])], here)
+    values = load(pages.at[(*where, h + column[None])], here)
+    scores = attention.product(tile.q, keys, 1) * s.scale
     if s.soft_cap is not None:
         scores = _capped(scores, s.soft_cap * LOG2_E)
-    if masked:
+    seen = None
+    if written is not None:
         seen = (at[None] <= tile.position[:, None]) & written[None]
         if s.windowed:
             seen &= at[None] > tile.position[:, None] - tile.window
-        scores = jnp.where(seen, scores, MASKED)
-    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
-    shrink, weights = jnp.exp2(state.top - top), jnp.exp2(scores - top[:, None])
-    if masked:
-        weights = jnp.where(seen, weights, 0.0)
-    sums = state.sums * shrink[:, None] + _product(weights.astype(values.dtype), values, 0)
-    return _State(top, state.weight * shrink + jnp.sum(weights, axis=1), sums)
+    return attention.with_block(state, scores, seen, values)
 
 
-def _load(ref, mask):
-    return triton.load(ref, mask=mask, other=None if mask is None else 0)
-
-
-def _product(x, y, over: int):
-    """Of rows with the rows (`over` 1) or columns (0) of `y`, summed in float32; float32 is not cut to TF32."""
-    numbers = (((1,), (over,)), ((), ()))
-    return lax.dot_general(x, y, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _capped(scores, cap: float):
+def _capped(scores: Array, cap: float) -> Array:
     """cap * tanh(scores / cap), by the exponential that the chip has."""
     return cap - 2 * cap / (1 + jnp.exp2(scores * (2 * LOG2_E / cap)))
