@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.formats import QTensor, dequantise
 
+MOST_ROWS = 128  # of a tile; with few rows a group it has about twice a group's share
+
 
 def grouped_matmul(
     x: Float[Array, "T D"],
@@ -22,15 +24,30 @@ def grouped_matmul(
 
     Rows are sorted by group: the first `group_sizes[0]` are group 0's, and so on. A group may be empty, and rows
     after the last group give zeros. Weights as in `matmul`; with `layer`, `w` is the stack of all layers'.
+
+    Tile by tile, only of groups that have rows: on CPU `lax.ragged_dot` multiplies every row with every matrix.
     """
     if layer is not None:
         w = jax.tree.map(lambda leaf: leaf[layer], w)
-    values = dequantise(w, x.dtype) if isinstance(w, QTensor) else w
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-    )
-    sums = lax.ragged_dot_general(x, values, group_sizes, numbers, preferred_element_type=jnp.float32)
-    return sums.astype(x.dtype)
+    (t, _), (e, f, _) = x.shape, w.shape
+    rows = min(2 ** max((2 * t // e).bit_length() - 1, 0), MOST_ROWS)
+    tiles = (group_sizes + rows - 1) // rows
+    ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles)
+    padded = jnp.pad(x, ((0, rows), (0, 0)))
+
+    def tile(i, sums):
+        group = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        within = i - (tile_ends[group] - tiles[group])
+        first = ends[group] - group_sizes[group] + within * rows
+        weight = jax.tree.map(lambda leaf: leaf[group], w)
+        values = dequantise(weight, x.dtype) if isinstance(weight, QTensor) else weight
+        x_rows = lax.dynamic_slice_in_dim(padded, first, rows)
+        product = jnp.einsum("td,fd->tf", x_rows, values, preferred_element_type=jnp.float32)
+        # Rows past the group's end belong to groups that come later and write their own.
+        return lax.dynamic_update_slice_in_dim(sums, product, first, 0)
+
+    sums = lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros((t + rows, f), jnp.float32))
+    return jnp.where(jnp.arange(t)[:, None] < ends[-1], sums[:t], 0).astype(x.dtype)
 
 
 def cost(x: Any, w: Any, group_sizes: Any, *, layer: Any = None) -> tuple[int, int]:
