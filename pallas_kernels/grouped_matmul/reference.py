@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.formats import QTensor, dequantise
 
-MOST_ROWS = 128  # of a tile; with few rows a group it has about twice a group's share
+FEW_ROWS, MOST_ROWS = 16, 128  # of a tile
 
 
 def grouped_matmul(
@@ -30,7 +30,7 @@ def grouped_matmul(
     if layer is not None:
         w = jax.tree.map(lambda leaf: leaf[layer], w)
     (t, _), (e, f, _) = x.shape, w.shape
-    rows = min(2 ** max((2 * t // e).bit_length() - 1, 0), MOST_ROWS)
+    rows = _tile_rows(t / e)
     tiles = (group_sizes + rows - 1) // rows
     ends, tile_ends = jnp.cumsum(group_sizes), jnp.cumsum(tiles)
     padded = jnp.pad(x, ((0, rows), (0, 0)))
@@ -48,6 +48,12 @@ def grouped_matmul(
 
     sums = lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros((t + rows, f), jnp.float32))
     return jnp.where(jnp.arange(t)[:, None] < ends[-1], sums[:t], 0).astype(x.dtype)
+
+
+def _tile_rows(share: float) -> int:
+    """A power of two below a group's share of rows; twice that where reading weights is what takes time."""
+    rows = max(min(2 * share, FEW_ROWS), min(share, MOST_ROWS))
+    return 2 ** max(int(rows).bit_length() - 1, 0)
 
 
 def cost(x: Any, w: Any, group_sizes: Any, *, layer: Any = None) -> tuple[int, int]:
