@@ -50,11 +50,12 @@ def placement(mesh: Mesh, config: ModelConfig, params: Any, *, stacked: bool) ->
     axes = model_for(config).cache_axes(config)
     pages = spec(mesh, model_for(config).cache_shape(config, 16), axes)
     vocab = present(mesh, TENSOR) or None
-    rows = {f.name: P(batch, vocab) if f.name in VOCAB_WIDE else P(batch) for f in fields(SlotState)}
+    specs = {f.name: P(batch, vocab) if f.name in VOCAB_WIDE else P(batch) for f in fields(SlotState)}
+    rows: dict[str, Any] = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     return Placement(
         mesh=mesh,
         params=param_shardings(mesh, params),
         pool=NamedSharding(mesh, P(*lead, *pages)),
-        state=SlotState(**{name: NamedSharding(mesh, spec) for name, spec in rows.items()}),
+        state=SlotState(**rows),
         flat=NamedSharding(mesh, P(batch)),
     )

@@ -135,15 +135,15 @@ def _place(
         leaf.missing.discard(row)
         return None if leaf.missing else leaf.divided.array()
     assert tensor is not None, "only what is divided is not read"
-    tensor, dtype = leaf.param.of(tensor), np.dtype(leaf.param.dtype or dtype)
+    values, dtype = leaf.param.of(tensor), np.dtype(leaf.param.dtype or dtype)
     if isinstance(leaf.param.source, str):
-        if tensor.dtype == dtype and is_aligned(tensor):
-            return tensor
+        if values.dtype == dtype and is_aligned(values):
+            return values
         out = whole = aligned_empty(leaf.param.shape, dtype)
     else:
         whole = leaf.stack if leaf.stack is not None else aligned_empty(leaf.param.shape, dtype)
         leaf.stack, out = whole, whole.reshape(-1, *leaf.param.part_shape)[row]
-    if not convert_into(out, tensor):
+    if not convert_into(out, values):
         raise overflow(checkpoint, name, dtype)
     leaf.missing.discard(row)
     return None if leaf.missing else whole
