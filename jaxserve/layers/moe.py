@@ -72,26 +72,28 @@ def loads(ids: Int[Array, "T k"], experts: int) -> Int[Array, "E"]:
     return jnp.zeros(experts, jnp.int32).at[ids.reshape(-1)].add(1, mode="drop")
 
 
-def gated(gate: Array, up: Array, limit: float | None = None) -> Array:
-    """silu(gate) * up; with `limit` gpt-oss' own: both clamped, (up + 1) * gate * sigmoid(1.702 gate)."""
-    if limit is None:
+def gated(gate: Array, up: Array, clamp: tuple[float, float] | None = None) -> Array:
+    """silu(gate) * up; `clamp` (limit, alpha), gpt-oss' own: both limited, (up + 1) * gate * sigmoid(alpha gate)."""
+    if clamp is None:
         return jax.nn.silu(gate) * up
+    limit, alpha = clamp
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def experts(
-    x: Float[Array, "R D"], group_sizes: Int[Array, "E"], w: dict[str, Any], limit: float | None = None
+    x: Float[Array, "R D"],
+    group_sizes: Int[Array, "E"],
+    w: dict[str, Any],
+    clamp: tuple[float, float] | None = None,
 ) -> Float[Array, "R D"]:
     """What each expert makes of its rows: the first `group_sizes[0]` are expert 0's, and so on.
 
     `w`: "gate" and "up" [E, F, D], "down" [E, D, F], as arrays, QTensors or InStack of one; maybe "gate_bias",
     "up_bias" [E, F] and "down_bias" [E, D]. Rows after the last group give zeros.
     """
-    owners = None
-    if "gate_bias" in w:
-        rows = jnp.arange(x.shape[0], dtype=jnp.int32)
-        owners = jnp.searchsorted(jnp.cumsum(group_sizes), rows, side="right", method="compare_all")
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+    owners = jnp.searchsorted(jnp.cumsum(group_sizes), rows, side="right", method="compare_all")
 
     def product(rows: Array, name: str) -> Array:
         out = _multiply(rows, w[name], group_sizes)
@@ -100,7 +102,7 @@ def experts(
             return out
         return out + jnp.take(bias.astype(out.dtype), owners, axis=0, mode="fill", fill_value=0)
 
-    return product(gated(product(x, "gate"), product(x, "up"), limit), "down")
+    return product(gated(product(x, "gate"), product(x, "up"), clamp), "down")
 
 
 def _multiply(x: Array, w: Any, group_sizes: Array) -> Array:
@@ -115,12 +117,12 @@ def mixture(
     weights: Float[Array, "T k"],
     group_sizes: Int[Array, "E"],
     w: dict[str, Any],
-    limit: float | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> Float[Array, "T D"]:
     """The weighted sum of what its experts make of each token, all experts being here."""
     t, k = ids.shape
     order = jnp.argsort(ids.reshape(-1))
-    made = experts(x[order // k], group_sizes, w, limit)
+    made = experts(x[order // k], group_sizes, w, clamp)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(t * k, dtype=order.dtype), unique_indices=True)
     made_TkD = made[back].reshape(t, k, -1).astype(jnp.float32)
     return jnp.sum(made_TkD * weights[..., None], axis=1).astype(x.dtype)

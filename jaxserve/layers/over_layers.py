@@ -42,7 +42,7 @@ def over_layers(
     structure. With one stacked pool, `layers` are stacks [L, ...] of neighbouring layers (`stack_layers`), each of
     which is scanned: the fast form where XLA does not copy a layer's slice.
     """
-    if isinstance(pool, list | tuple):
+    if type(pool) in (list, tuple):
         return _loop(block, x, layers, pool, batch, data, shared)
     return _scan(block, x, layers, pool, page_size, batch, data, shared)
 
@@ -58,9 +58,9 @@ def _loop(block, x, layers, pool, batch, data, shared):
 
 
 def _scan(block, x, stacks, pool, page_size, batch, data, shared):
-    count, pages = pool.shape[:2]
+    count, pages = jax.tree.leaves(pool)[0].shape[:2]
     # The stack of pools is one pool whose layer i begins at page i * pages: it stays in place in the carry.
-    whole = pool.reshape(count * pages, *pool.shape[2:])
+    whole = jax.tree.map(lambda x: x.reshape(count * pages, *x.shape[2:]), pool)
     outs, first = [], 0
     for stack in stacks:
         stay, sliced = _parted(stack)
@@ -84,7 +84,8 @@ def _scan(block, x, stacks, pool, page_size, batch, data, shared):
         outs.append(out)
         first = last
     assert first == count, f"{first} layers of weights for {count} of cache"
-    return x, whole.reshape(pool.shape), _joined(outs, jnp.concatenate)
+    whole = jax.tree.map(lambda x, stack: x.reshape(stack.shape), whole, pool)
+    return x, whole, _joined(outs, jnp.concatenate)
 
 
 def _parted(stack: Any) -> tuple[list[Any], Any]:

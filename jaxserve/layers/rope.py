@@ -143,14 +143,15 @@ def _yarn(s: RopeSettings, length: int) -> tuple[np.ndarray, float]:
         return frequencies, s.number("attention_factor")
     if s.values.get("mscale") and s.values.get("mscale_all_dim"):
         both = (
-            _yarn_magnitude(factor, s.number("mscale")),
-            _yarn_magnitude(factor, s.number("mscale_all_dim")),
+            yarn_magnitude(factor, s.number("mscale")),
+            yarn_magnitude(factor, s.number("mscale_all_dim")),
         )
         return frequencies, both[0] / both[1]
-    return frequencies, _yarn_magnitude(factor, 1.0)
+    return frequencies, yarn_magnitude(factor, 1.0)
 
 
-def _yarn_magnitude(factor: float, scale: float) -> float:
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """How much sharper attention is for a context stretched `factor` times: what cos and sin are multiplied by."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

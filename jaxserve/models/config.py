@@ -7,6 +7,7 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import Rope
 from jaxserve.models.hf import read
+from jaxserve.models.sizes import Latent, Mixture
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class ModelConfig:
     query_growth: tuple[float, float] | None = (
         None  # (beta, length): queries times 1 + beta ln(1 + position // length)
     )
+    sinks: bool = False  # a logit per head that joins each softmax and is no key's
+    latent: Latent | None = None  # attention among latents; None: grouped queries
+    mixture: Mixture | None = None  # of experts, in some layers
     tied: bool = False  # the output layer is the embedding
     prefix: str = "model."  # of tensor names in the checkpoint
     dtype: str = field(default="float32", compare=False)  # of the checkpoint's weights

@@ -23,10 +23,11 @@ class Family:
     local_theta: str | None = (
         None  # where a config has one rope, windowed layers turn by this theta, unscaled
     )
+    head_dim: Callable[[Fields], int] | None = None  # of what rope turns, where a head has other parts too
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _listed_kinds(f: Fields, count: int) -> list[str] | None:
+def listed_kinds(f: Fields, count: int) -> list[str] | None:
     kinds = f.listed("layer_types", count)
     if kinds is None:
         return None
@@ -36,12 +37,12 @@ def _listed_kinds(f: Fields, count: int) -> list[str] | None:
     return list(kinds[:count])
 
 
-def _mistral_kinds(f: Fields, count: int) -> list[str]:
+def mistral_kinds(f: Fields, count: int) -> list[str]:
     return [FULL if f.get("sliding_window") is None else SLIDING] * count
 
 
 def _ministral_kinds(f: Fields, count: int) -> list[str]:
-    return _listed_kinds(f, count) or _mistral_kinds(f, count)
+    return listed_kinds(f, count) or mistral_kinds(f, count)
 
 
 def _qwen_kinds(f: Fields, count: int) -> list[str]:
@@ -49,7 +50,7 @@ def _qwen_kinds(f: Fields, count: int) -> list[str]:
         f.flag("use_sliding_window") and f.get("sliding_window") is not None,
         f.get("max_window_layers"),
     )
-    kinds = _listed_kinds(f, count)
+    kinds = listed_kinds(f, count)
     if kinds is None:
         first = count if first is None else first
         return [SLIDING if on and i >= first else FULL for i in range(count)]
@@ -62,7 +63,7 @@ def _qwen_kinds(f: Fields, count: int) -> list[str]:
 
 def _smollm3_kinds(f: Fields, count: int) -> list[str]:
     on = f.flag("use_sliding_window") and f.get("sliding_window") is not None
-    kinds = _listed_kinds(f, count)
+    kinds = listed_kinds(f, count)
     if kinds is None or not on:
         return [SLIDING if on and free else FULL for free in _rope_free(f, count)]
     return kinds
@@ -76,31 +77,31 @@ def _rope_free(f: Fields, count: int) -> list[bool]:
 
 
 def _gemma2_kinds(f: Fields, count: int) -> list[str]:
-    return _listed_kinds(f, count) or _every(2, count)
+    return listed_kinds(f, count) or every(2, count)
 
 
 def _gemma3_kinds(f: Fields, count: int) -> list[str]:
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
     patterns = [f.count(key) for key in keys if f.get(key) is not None]
-    return _listed_kinds(f, count) or _every(patterns[0] if patterns else 6, count)
+    return listed_kinds(f, count) or every(patterns[0] if patterns else 6, count)
 
 
 def _olmo3_kinds(f: Fields, count: int) -> list[str]:
-    return _listed_kinds(f, count) or _every(4, count)
+    return listed_kinds(f, count) or every(4, count)
 
 
-def _every(full: int, count: int) -> list[str]:
+def every(full: int, count: int) -> list[str]:
     """Each `full`-th layer sees everything, the others a window."""
     return [SLIDING if (i + 1) % full else FULL for i in range(count)]
 
 
-def _biases(f: Fields) -> dict[str, Any]:
+def biases(f: Fields) -> dict[str, Any]:
     bias = f.flag("attention_bias")
     return {"qkv_bias": bias, "o_bias": bias}
 
 
 def _llama(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "mlp_bias": f.flag("mlp_bias")}
+    return biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "mlp_bias": f.flag("mlp_bias")}
 
 
 def _mistral(f: Fields) -> dict[str, Any]:
@@ -120,13 +121,13 @@ def _qwen2(f: Fields) -> dict[str, Any]:
 
 
 def _qwen3(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "qk_norm": "head"}
+    return biases(f) | {"activation": f.choice("hidden_act", SILU, "silu"), "qk_norm": "head"}
 
 
 def _gemma(f: Fields) -> dict[str, Any]:
     if f.flag("use_bidirectional_attention"):
         raise f.wrong("use_bidirectional_attention", "false: only causal attention is supported", True)
-    return _biases(f) | {
+    return biases(f) | {
         "activation": f.choice("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
         "norms": "both",
         "norm_offset": 1.0,
@@ -145,7 +146,7 @@ def _gemma3(f: Fields) -> dict[str, Any]:
 
 
 def _olmo(f: Fields) -> dict[str, Any]:
-    return _biases(f) | {
+    return biases(f) | {
         "activation": f.choice("hidden_act", SILU, "silu"),
         "norms": "post",
         "qk_norm": "all",
@@ -162,9 +163,9 @@ GEMMA3 = GEMMA | {
 
 FAMILIES = {
     "llama": Family(_llama),
-    "mistral": Family(_mistral, _mistral_kinds, defaults={"sliding_window": 4096}),
+    "mistral": Family(_mistral, mistral_kinds, defaults={"sliding_window": 4096}),
     "ministral": Family(_mistral, _ministral_kinds, defaults={"sliding_window": 4096}),
-    "ministral3": Family(_ministral3, _mistral_kinds),
+    "ministral3": Family(_ministral3, mistral_kinds),
     "qwen2": Family(_qwen2, _qwen_kinds, defaults={"sliding_window": 4096, "max_window_layers": 28}),
     "qwen3": Family(
         _qwen3, _qwen_kinds, defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}

@@ -18,6 +18,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,), "is_causal": (True,), "embedding_multiplier": (1,),
     "residual_multiplier": (1,), "attention_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
     "scale_emb": (1,), "scale_depth": (1,), "parallel_residual": (False,), "attn_temperature_tuning": (False,),
+    "kv_lora_rank": (), "index_topk": (), "n_shared_experts": (0,), "swiglu_limit": (), "rope_interleave": (False,),
     "num_experts": (0, 1), "num_local_experts": (0, 1), "n_routed_experts": (0, 1),
     "quantization_config": (), "compression_config": (),
 }  # fmt: skip
@@ -41,6 +42,11 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(key, "a whole number above 0", value)
         return value
+
+    def whole(self, key: str) -> int:
+        """A count that may be 0, as null and absence are."""
+        value = self.get(key)
+        return 0 if value is None or (value == 0 and value is not False) else self.count(key)
 
     def number(self, key: str, default: float | int | None = None) -> float:
         value = self.get(key)

@@ -8,9 +8,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import Rope, RopeSettings, reach, rope
 from jaxserve.models.families import FAMILIES, FULL, SLIDING, WRAPPERS, Family
 from jaxserve.models.fields import Fields
+from jaxserve.models.mixture_families import MIXTURE_FAMILIES
 
 log = logging.getLogger(__name__)
 NO_ROPE = "no_rope"
+KNOWN = FAMILIES | MIXTURE_FAMILIES
 
 
 def read(hf: Mapping[str, Any], max_model_len: int | None) -> dict[str, Any]:
@@ -20,11 +22,11 @@ def read(hf: Mapping[str, Any], max_model_len: int | None) -> dict[str, Any]:
         prefix = "language_model.model."
         hf = _text_config(hf, WRAPPERS[name])
         name = hf["model_type"]
-    if name not in FAMILIES:
+    if name not in KNOWN:
         raise ConfigError(
-            f"model_type {name!r} is not supported; supported are {', '.join(sorted({*FAMILIES, *WRAPPERS}))}"
+            f"model_type {name!r} is not supported; supported are {', '.join(sorted({*KNOWN, *WRAPPERS}))}"
         )
-    family = FAMILIES[name]
+    family = KNOWN[name]
     f = Fields(hf, family.defaults, name)
     values = _sizes(f, family, max_model_len) | family.values(f)
     f.refuse_unread()
@@ -44,9 +46,13 @@ def _sizes(f: Fields, family: Family, max_model_len: int | None) -> dict[str, An
         f.count("num_attention_heads"),
         f.count("hidden_size"),
     )
-    if f.get("head_dim") is None and hidden % heads:
+    stated = f.get("head_dim")
+    if family.head_dim:
+        head_dim = family.head_dim(f)
+    elif stated is None and hidden % heads:
         raise f.wrong("hidden_size", f"a multiple of num_attention_heads={heads}, or to say head_dim", hidden)
-    head_dim = f.count("head_dim", hidden // heads)
+    else:
+        head_dim = f.count("head_dim", hidden // heads)
     kinds, window = _kinds(f, family, count)
     return {
         "name": f.name,

@@ -33,8 +33,8 @@ class Partial(NamedTuple):
 
 def mla_attention(
     q_latent: Float[Array, "T N C"],
-    q_rope: Float[Array, "T N 64"],
-    pages: Float[Array, "*L pages slabs half 128"] | ScaledPages,
+    q_rope: Float[Array, "T N R"],
+    pages: Float[Array, "*L pages slabs half lanes"] | ScaledPages,
     page_table: Int[Array, "B P"],
     q_starts: Int[Array, "B+1"],
     kv_lens: Int[Array, "B"],

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.op import Unfit
 from pallas_kernels.pages import LANES, ROPE, ScaledPages, plain_and_scales, quantise
 from pallas_kernels.triton_limits import check_addresses, layer_index
 
@@ -18,10 +19,12 @@ ONE_WARP = 2048  # bytes that a warp copies: four 16-byte accesses of each of it
 
 
 def page_write(pages, rows, places, *, layer=None):
-    """See `reference.page_write`. Any sizes and types; refused is a cache beyond the reach of Triton's offsets."""
+    """See `reference.page_write`. Refused: a cache beyond Triton's offsets, rope keys that are not 64 wide."""
     values, scales = plain_and_scales(pages)
     check_addresses(pages=values)
     latents = rows.ndim == 2
+    if latents and values.shape[-1] != LANES:
+        raise Unfit(f"rope keys of {values.shape[-1] // 2} values: {ROPE} are what pages are made for")
     if scales is None:
         kept = (rows.astype(values.dtype),)
     elif latents:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
 
 from jaxserve.batch import Batch
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.weights import load, open_checkpoint
 from sharding.params import Param
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -25,17 +25,17 @@ def golden_config(arch: str, file: str = "config.json", **fields: Any) -> ModelC
 
 
 def golden_params(arch: str, config: ModelConfig, dtype: Any = jnp.float32) -> Any:
-    """The golden's weights; every tensor of its file must be used."""
-    tensors = load_file(GOLDEN / arch / "model.safetensors")
+    """The golden's weights; every tensor of its file must be used, but for a draft layer after the last."""
+    checkpoint = open_checkpoint(str(GOLDEN / arch))
     tree = model_for(config).params(config)
-
-    def read(param: Param):
-        names = (param.source,) if isinstance(param.source, str) else param.source
-        return jnp.asarray(np.stack([tensors.pop(n) for n in names]).reshape(param.shape), dtype)
-
-    loaded = jax.tree.map(read, tree, is_leaf=lambda leaf: isinstance(leaf, Param))
-    assert not tensors, f"not read: {sorted(tensors)}"
-    return loaded
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Param))
+    used = {
+        name for leaf in leaves for name in ((leaf.source,) if isinstance(leaf.source, str) else leaf.source)
+    }
+    draft = f"{config.prefix}layers.{config.num_layers}."
+    unused = {name for name in checkpoint.names() if not name.startswith(draft)} - used
+    assert not unused, f"not read: {sorted(unused)}"
+    return load(tree, checkpoint, dtype, progress=False)
 
 
 def golden_prompts(arch: str) -> list[dict[str, Any]]:
@@ -81,7 +81,8 @@ class Run:
         batch, count = self._batch(chunks)
         forward = _forward_tiny if self.config.hidden_size < 256 else _forward
         out, self.pool = forward(self.config, self.params, batch, self.pool)
-        return {name: np.asarray(values)[..., :count, :] for name, values in out.items()}
+        loads = {"expert_loads": np.asarray(out.pop("expert_loads"))} if "expert_loads" in out else {}
+        return {name: np.asarray(values)[..., :count, :] for name, values in out.items()} | loads
 
     def _batch(self, chunks: dict[int, list[int]]) -> tuple[Batch, int]:
         tokens, positions, places, starts = [], [], [], [0]

@@ -18,7 +18,9 @@ def config(arch: str = "llama", max_model_len: int | None = None, **fields: Any)
 
 
 def test_unknown_model_type_lists_the_known():
-    with pytest.raises(ConfigError, match=r"'mamba' is not supported; supported are gemma2, gemma3, .*qwen3"):
+    with pytest.raises(
+        ConfigError, match=r"'mamba' is not supported; supported are deepseek_v2, .*gemma3, .*qwen3"
+    ):
         config("mamba")
     with pytest.raises(ConfigError, match="model_type None"):
         ModelConfig.from_hf({})

@@ -1,0 +1,161 @@
+"""Multi-head latent attention of a layer (DeepSeek-V2, arXiv:2405.04434): its weights, its cache, what it computes.
+
+Of a token only its latent and one rotary key are kept. Queries are multiplied into the space of latents and attended
+there (absorbed), or keys and values are made from the latents again (expanded): the same in exact arithmetic.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve.batch import Batch
+from jaxserve.layers.expanded import expanded_attention
+from jaxserve.layers.linear import linear
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import rotate
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.sizes import Latent
+from jaxserve.plan.cost import expanded_is_cheaper
+from pallas_kernels import chip
+from pallas_kernels.mla_attention import mla_attention
+from pallas_kernels.op import platform
+from pallas_kernels.pages import latent_page, plain_and_scales
+from sharding.kernels import page_write
+from sharding.params import Cut, Param
+
+Tree = dict[str, Any]
+CACHE_AXES = (None, None, None)
+
+
+def params(c: ModelConfig, at: str) -> Tree:
+    """The weights of a layer whose attention's names begin with `at`."""
+    m, d, n = _sizes(c), c.hidden_size, c.heads
+    made = m.nope_dim + m.value_dim
+    query = n * (m.nope_dim + m.rope_dim)
+    tree = {
+        "kv_a": Param((m.rank + m.rope_dim, d), (None, None), at + "kv_a_proj_with_mqa.weight"),
+        "kv_norm": Param((m.rank,), (None,), at + "kv_a_layernorm.weight"),
+        "o": Param((d, n * m.value_dim), (None, "heads"), at + "o_proj.weight"),
+    }
+    for name, width, part in (
+        ("k_up", m.nope_dim, slice(0, m.nope_dim)),
+        ("v_up", m.value_dim, slice(m.nope_dim, made)),
+    ):
+        shape, axes = (n, width, m.rank), ("heads", None, None)
+        tree[name] = Param(shape, axes, at + "kv_b_proj.weight", cut=Cut(1, made, part))
+    if m.query_rank is None:
+        tree["q"] = Param((query, d), ("heads", None), at + "q_proj.weight")
+    else:
+        tree["q_a"] = Param((m.query_rank, d), (None, None), at + "q_a_proj.weight")
+        tree["q_norm"] = Param((m.query_rank,), (None,), at + "q_a_layernorm.weight")
+        tree["q"] = Param((query, m.query_rank), ("heads", None), at + "q_b_proj.weight")
+    if m.bias:
+        tree["kv_a_bias"] = Param((m.rank + m.rope_dim,), (None,), at + "kv_a_proj_with_mqa.bias")
+        tree["o_bias"] = Param((d,), (None,), at + "o_proj.bias")
+    if m.bias and m.query_rank is not None:
+        tree["q_a_bias"] = Param((m.query_rank,), (None,), at + "q_a_proj.bias")
+    return tree
+
+
+def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
+    """One layer's page: `rank` and `rope_dim` values a token, of whatever heads; see `pallas_kernels.pages`."""
+    m = _sizes(c)
+    return latent_page(_kept(m), page_size, m.rope_dim)
+
+
+def page_size(pages: Any) -> int:
+    """Tokens of one page."""
+    return 2 * plain_and_scales(pages)[0].shape[-2]
+
+
+def attention(
+    c: ModelConfig, w: Tree, x: Array, pages: Any, batch: Batch, window: Any, turn: Array
+) -> tuple[Array, Any]:
+    """(its output [T, D], the pages with these tokens' latents)."""
+    m = _sizes(c)
+    q_TNH = _queries(c, m, w, x, turn)
+    kv = linear(x, w["kv_a"], w.get("kv_a_bias"))
+    latent = _padded(m, rms_norm(kv[:, : m.rank], w["kv_norm"], m.norm_eps))
+    key_TR = _turned(m, kv[:, None, m.rank :], turn)[:, 0]
+    pages = page_write(pages, jnp.concatenate([latent, key_TR], axis=-1), batch.places)
+    attend = expanded if _expands(c, m, len(x), batch, page_size(pages), x.dtype.itemsize) else absorbed
+    out_TNV = attend(c, w, q_TNH, pages, batch)
+    return linear(out_TNV.reshape(len(x), -1), w["o"], w.get("o_bias")), pages
+
+
+def _expands(c: ModelConfig, m: Latent, tokens: int, batch: Batch, page: int, itemsize: int) -> bool:
+    """Decided by the sizes of the step and the chip, so that one of the forms is in the program."""
+    seqs, pages = batch.page_table.shape
+    return tokens != seqs and expanded_is_cheaper(
+        rank=m.rank, rope=m.rope_dim, made=m.nope_dim + m.value_dim, heads=c.heads, tokens=tokens, seqs=seqs,
+        context=pages * page, chip=chip.ambient() if platform() == "tpu" else None, itemsize=itemsize,
+    )  # fmt: skip
+
+
+def absorbed(c: ModelConfig, w: Tree, q: Array, pages: Any, batch: Batch) -> Array:
+    """[T, N, V] of queries [T, N, nope + rope], attended among the latents."""
+    return _absorbed(c, w, q, pages, batch.page_table, batch.q_starts, batch.kv_lens)
+
+
+def _absorbed(c: ModelConfig, w: Tree, q: Array, pages: Any, page_table, q_starts, kv_lens) -> Array:
+    m = _sizes(c)
+    q_TNC = jnp.einsum("tnh,nhc->tnc", q[..., : m.nope_dim], w["k_up"], preferred_element_type=jnp.float32)
+    q_TNC = _padded(m, q_TNC.astype(q.dtype))
+    out_TNC, _ = mla_attention(
+        q_TNC, q[..., m.nope_dim :], pages, page_table, q_starts, kv_lens, scale=c.attention_scale
+    )
+    out_TNC = out_TNC[..., : m.rank]
+    out_TNV = jnp.einsum("tnc,nvc->tnv", out_TNC, w["v_up"], preferred_element_type=jnp.float32)
+    return out_TNV.astype(q.dtype)
+
+
+def expanded(c: ModelConfig, w: Tree, q: Array, pages: Any, batch: Batch) -> Array:
+    """The same with keys and values made again; sequences of one row, which gain nothing by it, are absorbed."""
+    m, (b, t) = _sizes(c), (len(batch.kv_lens), len(q))
+    up = [_padded(m, w[name]) for name in ("k_up", "v_up")]
+    out = expanded_attention(
+        q, pages, batch.page_table, batch.q_starts, batch.kv_lens, *up,
+        scale=c.attention_scale, shortest=1 if b == 1 else 2,
+    )  # fmt: skip
+    if b == 1:
+        return out
+    single = batch.q_starts[1:] - batch.q_starts[:-1] == 1
+    at = jnp.where(single, batch.q_starts[:-1], t)
+    ones = _absorbed(
+        c, w, jnp.take(q, at, axis=0, mode="clip"), pages, batch.page_table,
+        jnp.arange(b + 1, dtype=jnp.int32), jnp.where(single, batch.kv_lens, 0),
+    )  # fmt: skip
+    return out.at[at].set(ones, mode="drop")
+
+
+def _queries(c: ModelConfig, m: Latent, w: Tree, x: Array, turn: Array) -> Array:
+    """[T, N, nope + rope], the rotary part turned."""
+    if m.query_rank is not None:
+        x = rms_norm(linear(x, w["q_a"], w.get("q_a_bias")), w["q_norm"], m.norm_eps)
+    q_TNH = linear(x, w["q"]).reshape(len(x), c.heads, m.nope_dim + m.rope_dim)
+    return jnp.concatenate([q_TNH[..., : m.nope_dim], _turned(m, q_TNH[..., m.nope_dim :], turn)], axis=-1)
+
+
+def _turned(m: Latent, x: Array, turn: Array) -> Array:
+    """Rotated; interleaved pairs come out side by side, in queries and keys alike."""
+    if m.interleaved:
+        x = jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
+    return rotate(x, turn)
+
+
+def _kept(m: Latent) -> int:
+    """Values kept of a latent: `rank` in every released model; a page holds multiples of two rotary keys."""
+    return -(-m.rank // (2 * m.rope_dim)) * 2 * m.rope_dim
+
+
+def _padded(m: Latent, x: Array) -> Array:
+    """`x` [..., rank] with zeros up to what is kept."""
+    if _kept(m) == m.rank:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _kept(m) - m.rank)])
+
+
+def _sizes(c: ModelConfig) -> Latent:
+    assert c.latent is not None
+    return c.latent
