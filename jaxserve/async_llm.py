@@ -11,11 +11,13 @@ from typing import Any, Literal, Self
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.build import build
+from jaxserve.build import Built, build
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineError, OverloadedError, RequestError
 from jaxserve.metrics import Metrics
+from jaxserve.pace import StepTimes
 from jaxserve.request import Delta, Request
+from kv.events import Events
 
 log = logging.getLogger(__name__)
 STALLED_AFTER = 60.0  # seconds without a step although there is work
@@ -83,12 +85,21 @@ class AsyncLLM:
     The constructor returns when the model is loaded and compiled. `close` it at the end.
     """
 
-    def __init__(self, model: str | EngineConfig, *, served_model_name: str | None = None, **settings: Any):
-        """`served_model_name` is what the metrics call the model."""
+    def __init__(
+        self,
+        model: str | EngineConfig,
+        *,
+        served_model_name: str | None = None,
+        build: Callable[[EngineConfig, Metrics, Events], Built] = build,
+        **settings: Any,
+    ):
+        """`served_model_name` is what the metrics call the model; `build` makes the engine."""
         config = engine_config(model, settings)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry, served_model_name or config.model)
-        built = build(config, self.metrics)
+        self.cache_events = Events()
+        self.step_times = StepTimes()
+        built = build(config, self.metrics, self.cache_events)
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self._engine = built.engine
         self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
@@ -203,7 +214,7 @@ class AsyncLLM:
                     continue
                 self._deliver(self._engine.step())
                 self._note_started()
-                self._beat = time.monotonic()
+                self._note_step()
             self._end_all(SHUTTING_DOWN)
         except Exception as failure:
             log.exception("the engine has failed")
@@ -238,6 +249,15 @@ class AsyncLLM:
                 tokens = sum(self._queued.pop(request_id, 0) for request_id in self._engine.started)
             elapsed = max(time.monotonic() - self._beat, 1e-3)
             self._pace += 0.1 * (tokens / elapsed - self._pace)
+
+    def _note_step(self) -> None:
+        """What was computed since the last step, and in which time."""
+        now = time.monotonic()
+        if self._engine.read:
+            decoding = sum(chunk.samples and chunk.count == 1 for chunk in self._engine.read.chunks)
+            tokens = sum(chunk.count for chunk in self._engine.read.chunks)
+            self.step_times.observe(tokens - decoding, decoding, now - self._beat)
+        self._beat = now
 
     def _deliver(self, deltas: list[tuple[str, Delta]]) -> None:
         arrived = [(self._served[request_id], delta) for request_id, delta in deltas]

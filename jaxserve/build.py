@@ -29,6 +29,7 @@ from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.topology import mesh_for
 from jaxserve.weights import load, open_checkpoint
 from kv import KVCache
+from kv.events import Events
 from pallas_kernels.op import platform
 from sharding.params import stack_layers
 
@@ -45,8 +46,11 @@ class Built:
     tokenizer: Tokenizer
 
 
-def build(config: EngineConfig, metrics: Metrics) -> Built:
-    """Load a model and compile its steps; seconds for a small model, and nothing compiles afterwards."""
+def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) -> Built:
+    """Load a model and compile its steps; seconds for a small model, and nothing compiles afterwards.
+
+    `events` is told which cache pages can be found.
+    """
     began = time.monotonic()
     _keep_compiled(config)
     checkpoint = open_checkpoint(config.model, config.revision)
@@ -74,7 +78,7 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
     _count_when_warm(runner, metrics)
-    scheduler = _scheduler(config, num_pages, where.groups if where else 1)
+    scheduler = _scheduler(config, num_pages, where.groups if where else 1, events)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
     limits = Limits(longest, model_config.vocab_size, eos)
     metrics.set_cache_config(
@@ -98,11 +102,13 @@ def build(config: EngineConfig, metrics: Metrics) -> Built:
     return Built(engine, config, model_config, tokenizer)
 
 
-def _scheduler(config: EngineConfig, num_pages: int, groups: int) -> Scheduler | GroupedScheduler:
+def _scheduler(
+    config: EngineConfig, num_pages: int, groups: int, events: Events | None
+) -> Scheduler | GroupedScheduler:
     """One scheduler a group of devices."""
     made = [
         Scheduler(
-            KVCache(num_pages, config.block_size, config.enable_prefix_caching),
+            KVCache(num_pages, config.block_size, config.enable_prefix_caching, events),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.scheduling_policy,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.errors import RequestError
 from jaxserve.request import Delta, Logprob, Request
 from jaxserve.sequence import Sequence
 from jaxserve.text import Detokenizer, StopStrings, Tokenizer
@@ -66,6 +67,15 @@ class Choice:
                 reason, stop_reason = "stop", matched
         listed = None if logprobs is None or self.params.logprobs is None else [logprobs]
         return Delta(self.seq.index, text, [token], listed, finish_reason=reason, stop_reason=stop_reason)
+
+    def resume(self, tokens: list[int]) -> None:
+        """Go on after tokens that were sampled elsewhere, in the state that advancing by them leaves."""
+        for token in tokens:
+            if self.advance(token, None).finish_reason:
+                raise RequestError(
+                    f"the output so far ends the request at token {self.n_out} of {len(tokens)}: nothing is left to do",
+                    param="generated",
+                )
 
     def _stopped_by(self, token: int) -> tuple[str | None, int | None]:
         if self.n_out <= self.params.min_tokens:

@@ -60,6 +60,7 @@ class Engine:
         self.limits, self.config, self.metrics = limits, config, metrics
         self.ongoing: dict[str, Ongoing] = {}
         self.started: list[str] = []  # requests whose first tokens the last step launched
+        self.read: Plan | None = None  # of the step that was read last, if the last call read one
         self._launched: Launched | None = None
         self._seeds = random.Random(config.seed)
         self._counted = (0, 0, 0)  # preemptions, prefix queries and prefix hits that the metrics know of
@@ -70,32 +71,45 @@ class Engine:
 
     def prepare(self, request: Request) -> Request:
         """The request as it will run, or a RequestError that says why it never can."""
-        return checked(request, self.limits, self.config, self._bad_words(request.params))
+        request = checked(request, self.limits, self.config, self._bad_words(request.params))
+        if request.generated:
+            self._begin(request, 0, None, 0)  # ends here if it has nothing left to do
+        return request
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
+        params = request.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        scored = params.prompt_logprobs is not None
+        prompted = Prompted(len(request.prompt_token_ids) if scored else None)
+        ongoing = Ongoing(request, [], time.monotonic(), prompted)
+        for i in range(params.best_of or params.n):
+            leader = ongoing.choices[0].seq if i else None
+            ongoing.choices.append(self._begin(request, i, leader, seed + i))
+            self.scheduler.add(ongoing.choices[i].seq)
+        ongoing.unfinished = len(ongoing.choices)
+        self.ongoing[request.request_id] = ongoing
+
+    def _begin(self, request: Request, index: int, leader: Sequence | None, seed: int) -> Choice:
+        """A choice of the request before its first step, after what was generated elsewhere."""
         params, prompt = request.params, request.prompt_token_ids
         max_len = self.limits.max_model_len
         if params.max_tokens is not None:
             max_len = len(prompt) + max(params.max_tokens, 1)  # a step always samples
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        prompted = Prompted(len(prompt) if params.prompt_logprobs is not None else None)
-        ongoing = Ongoing(request, [], time.monotonic(), prompted)
-        for i in range(params.best_of or params.n):
-            seq = Sequence(
-                request.request_id,
-                list(prompt),
-                max_len,
-                index=i,
-                priority=request.priority,
-                salt=request.cache_salt,
-                skip_prefix=i == 0 and (prompted.logprobs is not None or request.hidden_states),
-                leader=ongoing.choices[0].seq if i else None,
-            )
-            ongoing.choices.append(Choice(request, seq, seed + i, self.tokenizer, self.limits.eos_token_ids))
-            self.scheduler.add(seq)
-        ongoing.unfinished = len(ongoing.choices)
-        self.ongoing[request.request_id] = ongoing
+        seq = Sequence(
+            request.request_id,
+            [*prompt, *request.generated],
+            max_len,
+            index=index,
+            priority=request.priority,
+            salt=request.cache_salt,
+            skip_prefix=index == 0 and (params.prompt_logprobs is not None or request.hidden_states),
+            leader=leader,
+            prompt_len=len(prompt),
+        )
+        choice = Choice(request, seq, seed, self.tokenizer, self.limits.eos_token_ids)
+        choice.resume(request.generated)
+        return choice
 
     def abort(self, request_id: str) -> None:
         """Forget a request, in whatever state it is; one that has ended already is no mistake."""
@@ -114,6 +128,7 @@ class Engine:
         if not self.config.async_scheduling:
             self._launched, launched = launched, None
         previous, self._launched = self._launched, launched
+        self.read = previous[0] if previous else None
         deltas = self._read(previous) if previous else []
         self._report(plan)
         return deltas
@@ -139,7 +154,11 @@ class Engine:
                 )
                 assert seq.slot is not None
                 self.runner.admit(seq.slot, row, seq.group)
-        return plan, self.runner.launch([self._row(chunk) for chunk in plan.chunks])
+        pending = self.runner.launch([self._row(chunk) for chunk in plan.chunks])
+        for chunk in plan.chunks:
+            if watch := self.ongoing[chunk.seq.request_id].request.watch:
+                watch(chunk.seq)
+        return plan, pending
 
     def _row(self, chunk: Chunk) -> Row:
         seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.count
@@ -196,7 +215,7 @@ class Engine:
         logprobs = None
         if params.logprobs is not None or (params.best_of or 0) > params.n:
             logprobs = self._logprobs(token, params.logprobs or 0, i, read.sampled)
-        first = choice.n_out == 0
+        first = choice.n_out == len(ongoing.request.generated)
         delta = choice.advance(token, logprobs)
         ongoing.generated += len(delta.token_ids)
         if first:
@@ -206,7 +225,7 @@ class Engine:
                 delta,
                 prompt_logprobs=ongoing.prompted.logprobs,
                 hidden_states=ongoing.prompted.hidden,
-                num_cached_tokens=seq.num_cached or 0,
+                num_cached_tokens=min(seq.num_cached or 0, seq.prompt_len),
             )
         if delta.token_ids and first:
             self.metrics.on_first_token(now - ongoing.arrived)

@@ -29,6 +29,8 @@ def checked(
     check_possible(params, limits.vocab_size, bad_words, limits.eos_token_ids)
     _check_order(request, config)
     prompt = _tokens(request.prompt_token_ids, limits.vocab_size)
+    if request.generated:
+        _check_generated(request, limits)
     room = limits.max_model_len - (1 if params.max_tokens is None else params.max_tokens)
     keep = params.truncate_prompt_tokens
     if keep is not None:
@@ -47,6 +49,22 @@ def _check_order(request: Request, config: EngineConfig) -> None:
             f"priority={priority} has no effect, as requests are served in their order of arrival; "
             'set scheduling_policy="priority"',
             param="priority",
+        )
+
+
+def _check_generated(request: Request, limits: Limits) -> None:
+    params = request.params
+    if (params.best_of or params.n) > 1 or params.prompt_logprobs is not None or request.hidden_states:
+        raise RequestError(
+            "only a request for one choice and nothing of its prompt can go on after output made elsewhere; "
+            "leave out n, best_of and prompt_logprobs, or send it from the start",
+            param="generated",
+        )
+    wrong = next((token for token in request.generated if not 0 <= token < limits.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"generated has token id {shown(wrong)}, and the vocabulary has {limits.vocab_size} tokens",
+            param="generated",
         )
 
 

@@ -18,6 +18,9 @@ class Request:
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests share cached prefixes only with requests of the same salt
     hidden_states: bool = False  # hand back the last layer's states of the prompt
+    generated: list[int] = field(
+        default_factory=list
+    )  # output made elsewhere already: the request goes on after it, and hands back only what is new
 
 
 @dataclass(frozen=True)

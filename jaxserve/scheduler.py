@@ -91,9 +91,7 @@ class Scheduler:
 
     def renewed(self) -> "Scheduler":
         """The same before any sequence, with an empty cache."""
-        old = self.cache
-        cache = KVCache(old.num_pages, old.page_size, old.enable_prefix_caching)
-        return Scheduler(cache, self.max_num_seqs, self.max_num_batched_tokens, self.policy)
+        return Scheduler(self.cache.renewed(), self.max_num_seqs, self.max_num_batched_tokens, self.policy)
 
     def _rank(self, seq: Sequence) -> tuple[int, int]:
         return (seq.priority if self.policy == "priority" else 0, seq.arrival)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kv.events import Events
 from kv.hashing import extend_keys
 from kv.pages import PagePool
 from kv.prefix import PrefixIndex
@@ -27,7 +28,14 @@ class KVCache:
     nobody, but they can still be matched until they are evicted.
     """
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        events: Events | None = None,
+    ):
+        """`events` is told which pages can be found, and which no more."""
         if page_size < 1:
             raise ValueError(f"page_size={page_size} must be at least 1")
         self.num_pages, self.page_size = num_pages, page_size
@@ -37,7 +45,8 @@ class KVCache:
         self.evictions = 0  # pages
         self._epoch = 0
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex()
+        self._events = events
+        self._index = PrefixIndex(events)
 
     @property
     def free(self) -> int:
@@ -152,5 +161,10 @@ class KVCache:
         """Forget every cached page, as after a change of weights; what leases hold now will not be cached."""
         for page in self._index.idle:
             self._pool.give_back(page)
-        self._index = PrefixIndex()
+        self._index.forget_all()
         self._epoch += 1
+
+    def renewed(self) -> "KVCache":
+        """The same before any lease and any cached page."""
+        self._index.forget_all()
+        return KVCache(self.num_pages, self.page_size, self.enable_prefix_caching, self._events)

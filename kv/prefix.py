@@ -6,11 +6,14 @@ so in the order of eviction every idle page comes before its parent: leaves go b
 
 from collections import OrderedDict
 
+from kv.events import Events
+
 
 class PrefixIndex:
     """Which page holds which prefix; `idle` are those that no lease holds, least recently used first."""
 
-    def __init__(self):
+    def __init__(self, events: Events | None = None):
+        self._events = events
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -21,8 +24,10 @@ class PrefixIndex:
     def insert(self, key: bytes, page: int) -> int:
         """The page that is cached under `key`: the one already there, or else `page` from now on."""
         cached = self._page_of.setdefault(key, page)
-        if cached == page:
+        if cached == page and page not in self._key_of:
             self._key_of[page] = key
+            if self._events:
+                self._events.stored(key)
         return cached
 
     def touch(self, page: int) -> None:
@@ -36,5 +41,17 @@ class PrefixIndex:
     def evict(self) -> int:
         """Forget the least recently used idle page and return it."""
         page, _ = self.idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self._events:
+            self._events.removed(key)
         return page
+
+    def forget_all(self) -> None:
+        """No page can be found any more."""
+        if self._events:
+            for key in self._page_of:
+                self._events.removed(key)
+        self._page_of.clear()
+        self._key_of.clear()
+        self.idle.clear()

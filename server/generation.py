@@ -20,7 +20,7 @@ class Generation:
         self._offsets = list(itertools.accumulate((request.params.n for request in requests), initial=0))
         self.requests = requests
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.completion_tokens = 0
+        self.completion_tokens = sum(len(request.generated) for request in requests)
         self._cached = [0] * len(requests)
 
     @classmethod

@@ -42,7 +42,15 @@ async def chat_completions(
     ids = truncated(served, ids, params.truncate_prompt_tokens, params.max_tokens)
     check_length(served, ids, params.max_tokens, messages=True)
     name = request_id(request, body.request_id)
-    asked = EngineRequest(engine_id(name), ids, params, text, body.priority or 0, body.cache_salt or "")
+    asked = EngineRequest(
+        engine_id(name),
+        ids,
+        params,
+        text,
+        body.priority or 0,
+        body.cache_salt or "",
+        generated=body.generated_token_ids or [],
+    )
     generation = await Generation.start(served, [asked])
     answer = ChatAnswer(served, body, generation, f"chatcmpl-{name}", model)
     if body.stream:

@@ -59,7 +59,15 @@ async def _requests(
         check_length(served, kept, params.max_tokens, messages=False)
         text = text if len(kept) == len(ids) else None
         requests.append(
-            EngineRequest(engine_id(name), kept, params, text, body.priority or 0, body.cache_salt or "")
+            EngineRequest(
+                engine_id(name),
+                kept,
+                params,
+                text,
+                body.priority or 0,
+                body.cache_salt or "",
+                generated=body.generated_token_ids or [],
+            )
         )
     return requests
 

@@ -98,6 +98,9 @@ class Generate(Body):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="shares cached prefixes only with its like"
     )
+    generated_token_ids: list[int] | None = Field(
+        None, min_length=1, description="the answer's first tokens, made elsewhere: only what follows is sent"
+    )
     request_id: str | None = Field(None, pattern=PATTERN)
     user: str | None = Field(None, description="changes nothing")
     metadata: dict[str, str] | None = Field(None, description="changes nothing")

@@ -37,18 +37,17 @@ Make = Callable[..., AsyncLLM]
 
 
 @pytest.fixture
-def make(tiny, monkeypatch):
+def make(tiny):
     """AsyncLLMs on the shared model, or on a device that is given; closed at the end, and no thread left over."""
     made: list[AsyncLLM] = []
 
     def llm(device=None, pages=160, **settings) -> AsyncLLM:
-        def rebuilt(config: EngineConfig, metrics):
+        def rebuilt(config: EngineConfig, metrics, events):
             engine = around(tiny, device, pages, **settings)
             engine.metrics = metrics
             return replace(tiny, engine=engine, config=engine.config)
 
-        monkeypatch.setattr(jaxserve.async_llm, "build", rebuilt)
-        made.append(AsyncLLM("tiny"))
+        made.append(AsyncLLM("tiny", build=rebuilt))
         return made[-1]
 
     yield llm
