@@ -13,14 +13,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Shaped
 
+from pallas_kernels import mla_attention as latents
 from pallas_kernels import page_write as page_writing
 from pallas_kernels import paged_attention as paging
+from pallas_kernels.pages import ScaledPages
 from sharding.mesh import TENSOR
 
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    pages: Array,
+    pages: Array | ScaledPages,
     page_table: Int[Array, "B P"],
     q_starts: Int[Array, "B+1"],
     kv_lens: Int[Array, "B"],
@@ -37,13 +39,30 @@ def paged_attention(
     )  # fmt: skip
 
 
+def mla_attention(
+    q_latent: Float[Array, "T N C"],
+    q_rope: Float[Array, "T N R"],
+    pages: Array | ScaledPages,
+    page_table: Int[Array, "B P"],
+    q_starts: Int[Array, "B+1"],
+    kv_lens: Int[Array, "B"],
+    **options: Any,
+) -> tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
+    """See `pallas_kernels.mla_attention`. Heads are divided; every device reads all latents of its sequences."""
+    heads = P(None, divided(TENSOR))
+    return _everywhere(
+        latents.mla_attention, divided(TENSOR), (heads, heads, P(), P(), P(), P()), (heads, heads), {},
+        q_latent, q_rope, pages, page_table, q_starts, kv_lens, **options,
+    )  # fmt: skip
+
+
 def page_write(
-    pages: Array,
+    pages: Array | ScaledPages,
     rows: Float[Array, "T K W"] | Float[Array, "T W"],
     places: Int[Array, "T"],
     *,
     layer: Int[Array, ""] | None = None,
-) -> Array:
+) -> Array | ScaledPages:
     """See `pallas_kernels.page_write`. Latents, which have no heads, are kept by every device."""
     latent = rows.ndim == 2
     spec = P() if latent else kv_heads_spec(pages)
@@ -76,9 +95,13 @@ def divided(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(n for n, kind in kinds if n in axes and kind == AxisType.Auto and mesh.shape[n] > 1)
 
 
-def kv_heads_spec(pages: Array) -> P:
-    """Pages [*L, pages, K, page, 2H] by kv head."""
-    return P(*[None] * (pages.ndim - 3), divided(TENSOR[:1]) or None)
+def kv_heads_spec(pages: Array | ScaledPages) -> Any:
+    """Pages [*L, pages, K, page, 2H], and scales [*L, pages, 2, K, page], by kv head."""
+    kv = divided(TENSOR[:1]) or None
+    if isinstance(pages, ScaledPages):
+        values, scales = pages
+        return ScaledPages(P(*[None] * (values.ndim - 3), kv), P(*[None] * (scales.ndim - 2), kv))  # type: ignore[arg-type]
+    return P(*[None] * (pages.ndim - 3), kv)
 
 
 def _everywhere(

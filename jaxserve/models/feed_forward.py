@@ -10,9 +10,10 @@ from jax import Array
 
 from jaxserve.batch import Batch
 from jaxserve.layers.linear import linear, linear_f32
-from jaxserve.layers.moe import loads, mixture, route
+from jaxserve.layers.moe import experts, loads, route
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sizes import Mixture
+from sharding.experts import mixture
 from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
@@ -112,7 +113,8 @@ def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool)
         logits_TE = logits_TE + w["router_bias"].astype(jnp.float32)[None]
     ids, weights = route(m.routing, logits_TE, real, w.get("selection_bias"))
     sizes = loads(ids, m.routing.experts)
-    out = mixture(x, ids, weights, sizes, w["experts"], m.clamp)
+    run = partial(experts, clamp=m.clamp)
+    out, _ = mixture(run, x, ids, weights, w["experts"], m.routing.experts)
     if "shared" in w:
         out = out + _dense(c, w["shared"], x)
     inside = {"expert_loads": sizes}
