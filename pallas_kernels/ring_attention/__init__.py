@@ -1,7 +1,7 @@
 """ring_attention: sequences too long for one device, with keys that go round while queries stay."""
 
-from pallas_kernels.op import Op
-from pallas_kernels.ring_attention import reference
+from pallas_kernels.op import Kernel, Op
+from pallas_kernels.ring_attention import reference, tpu
 from pallas_kernels.ring_attention.layout import zigzag as zigzag
 
-ring_attention = Op(reference.ring_attention)
+ring_attention = Op(reference.ring_attention, tpu=Kernel("tpu", tpu.ring_attention))

@@ -61,14 +61,13 @@ class Case:
 
 
 TINY = {
-    "grouped": Case(4, (4, 2, 128), new=(900,)),
-    "two sequences, heads of 64": Case(4, (2, 1, 64), new=(600, 1024)),
-    "latent on a context": Case(4, (8, 1, 192), new=(1000,), context=(700,), latent=128),
+    "heads of 64, two sequences": Case(4, (2, 1, 64), new=(300, 700)),
+    "heads of 128": Case(2, (4, 2, 128), new=(400,)),
+    "latent on a context": Case(2, (4, 1, 192), new=(300,), context=(250,), latent=128),
 }
 
 REAL = {
     "llama-70b, 8 x 8192": Case(8, (64, 8, 128), new=(65536,)),
-    "llama-70b, 4 x 8192, three sequences": Case(4, (64, 8, 128), new=(20000, 10000, 2048)),
     "deepseek-v3 latents, 8 x 8192": Case(8, (128, 1, 576), new=(65536,), latent=512),
     "deepseek-v3 latents, chunk of 16384 on 114688, 8 chips": Case(
         8, (128, 1, 576), new=(16384,), context=(114688,), latent=512

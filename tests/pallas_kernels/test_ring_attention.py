@@ -1,5 +1,6 @@
 """A ring of devices gives what one device gives, whatever the sequences, and all devices have the same work."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
+from pallas_kernels.op import Unfit
 from pallas_kernels.ring_attention import ring_attention, zigzag
 from pallas_kernels.ring_attention.cases import Case
 from pallas_kernels.ring_attention.layout import NOWHERE, PLACES
@@ -18,9 +21,9 @@ from pallas_kernels.ring_attention.reference import cost
 X = 4
 
 
-def over_ring(case: Case, args, kwargs):
+def over_ring(case: Case, args, kwargs, implementation: str = "reference"):
     mesh = Mesh(np.array(jax.devices()[: case.devices]), (case.axis,), axis_types=(AxisType.Auto,))
-    return jax.jit(case.over(mesh, partial(ring_attention.reference, **kwargs)))(*args)
+    return jax.jit(case.over(mesh, partial(ring_attention.using(implementation), **kwargs)))(*args)
 
 
 def on_one_device(args, scale, latent):
@@ -55,6 +58,34 @@ def test_a_ring_gives_what_one_device_gives(case):
     got = case.defined(over_ring(case, args, kwargs))
     want = on_one_device(args, kwargs["scale"], case.latent)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_small_tiles_on_tpu_with_some_of_nobody():
+    """Tiles of one head's 128 tokens; the second sequence leaves whole tiles empty. Races raise."""
+    case = Case(2, (4, 2, 128), new=(520, 5))
+    args, kwargs = case.call(jnp.float32)
+    blocks = {"rows": 128, "keys": 128, "at_once": 128}
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        got = jax.block_until_ready(over_ring(case, args, kwargs | {"blocks": blocks}, "tpu"))
+    want = over_ring(case, args, kwargs)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"heads": (4, 2, 96)}, "head size 96"),
+        ({"multiple": 32, "new": (20,)}, "64 queries and 64 keys"),
+        ({"heads": (4, 1, 192), "latent": 96}, "latents of 96"),
+    ],
+)
+def test_the_kernel_refuses_what_does_not_fit(change, words):
+    case = dataclasses.replace(Case(1, (4, 2, 128), new=(200,)), **change)
+    args, kwargs = case.shapes(jnp.bfloat16)
+    with pytest.raises(Unfit, match=words):
+        mesh = Mesh(np.array(jax.devices()[:1]), (case.axis,), axis_types=(AxisType.Auto,))
+        jax.eval_shape(case.over(mesh, partial(ring_attention.using("tpu"), **kwargs)), *args)
 
 
 def test_rows_of_nobody_are_zeros():
