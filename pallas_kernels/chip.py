@@ -20,6 +20,7 @@ class Chip:
     hbm_bytes: float
     vmem_bytes: int  # per TensorCore
     smem_bytes: int  # per TensorCore
+    ici_bandwidth: float  # bytes a second that it receives from other chips over all links, and sends as many
     source: str
 
     def floor(self, flops: float, nbytes: float) -> float:
@@ -34,19 +35,24 @@ CHIPS = {
     for chip in (
         Chip(
             "v5e", ("TPU v5 lite", "TPU v5e"), "v5e:2x2", 1, 197e12, 394e12, 0.0, 819e9, 16e9, 128 * _MIB, _MIB,
-            f"{_DOCS}v5e: 197 TFLOP/s, 393 TOP/s int8, 819 GB/s, 16 GB; VMEM and SMEM: jax._src.tpu_info",
+            200e9,
+            f"{_DOCS}v5e: 197 TFLOP/s, 393 TOP/s int8, 819 GB/s, 16 GB, ICI 400 both ways; VMEM: jax._src.tpu_info",
         ),
         Chip(
             "v5p", ("TPU v5", "TPU v5p"), "v5p:2x2x1", 2, 459e12, 918e12, 0.0, 2765e9, 95 * 2.0**30, 64 * _MIB, _MIB,
-            f"{_DOCS}v5p: 459 TFLOP/s, 2765 GB/s, 95 GiB; int8: jax-ml.github.io/scaling-book; VMEM: jax._src.tpu_info",
+            600e9,
+            f"{_DOCS}v5p: 459 TFLOP/s, 2765 GB/s, 95 GiB, ICI 1200 both ways; "
+            "int8: jax-ml.github.io/scaling-book; VMEM: jax._src.tpu_info",
         ),
         Chip(
             "v6e", ("TPU v6 lite", "TPU v6e"), "v6e:2x2", 1, 918e12, 1836e12, 918e12, 1638e9, 32e9, 128 * _MIB, _MIB,
-            f"{_DOCS}v6e: 918 TFLOP/s, 1836 TOP/s int8, 32 GB, 1638 GB/s; VMEM: jax._src.tpu_info",
+            400e9,
+            f"{_DOCS}v6e: 918 TFLOP/s, 1836 TOP/s int8, 32 GB, 1638 GB/s, ICI 800 both ways; VMEM: jax._src.tpu_info",
         ),
         Chip(
             "tpu7x", ("TPU7x",), "tpu7x:2x2x1", 1, 1153.5e12, 0.0, 2307e12, 3685e9, 96e9, 64 * _MIB, _MIB,
-            f"{_DOCS}tpu7x, halved for one of its two devices: 2307 TFLOP/s, 4614 fp8, 192 GB, 7.37 TB/s",
+            300e9,
+            f"{_DOCS}tpu7x, halved for one of its two devices: 2307 TFLOP/s, 4614 fp8, 192 GB, 7.37 TB/s, ICI 1200",
         ),
     )
 }  # fmt: skip

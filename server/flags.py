@@ -136,7 +136,7 @@ def _json_object(text: str) -> dict:
     return value
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     """An int, also as 8k, 2Ki or 1.5M: k, M, G are powers of ten, Ki, Mi, Gi powers of two."""
     for unit, size in _UNITS.items():
         if text.endswith(unit):
@@ -148,8 +148,8 @@ def _integer(text: str) -> int:
 
 
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
-_integer.__name__ = "int"  # what argparse calls it when it refuses a value
-_READERS = {dict: _json_object, int: _integer}
+integer.__name__ = "int"  # what argparse calls it when it refuses a value
+_READERS = {dict: _json_object, int: integer}
 _METAVARS = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
 
 

@@ -1,1 +1,1 @@
-"""What a model costs on a chip, in bytes and seconds, from its sizes alone."""
+"""What a deployment takes before anyone rents it: the real step compiled for chips that are not here, and counted."""

@@ -38,7 +38,7 @@ def expanded_is_cheaper(
         return expanded < absorbed
     read = seqs * context * (rank + rope) * itemsize
     scores = SCORE_PASSES * 4 * tokens * context * heads
-    return chip.floor(expanded, read + scores) < chip.floor(absorbed, read)
+    return chip.floor(float(expanded), float(read + scores)) < chip.floor(float(absorbed), float(read))
 
 
 SCORE_PASSES = 4  # scores written and read, their exponentials written and read

@@ -1,0 +1,112 @@
+"""The real step, compiled for devices that are not here, with shapes in place of arrays."""
+
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jaxserve.arrays import Arrays
+from jaxserve.batch import flat_size
+from jaxserve.buckets import Bucket
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models import ModelConfig, model_for
+from jaxserve.placement import Placement, placement
+from jaxserve.plan.collectives import Traffic, collectives
+from jaxserve.step import Step
+from pallas_kernels.formats import Format, quantise
+from sharding.params import Param, stack_layers
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on a mesh, as the engine would lay it out."""
+
+    config: EngineConfig
+    model: ModelConfig
+    mesh: Mesh
+    params: Any  # a tree of Param
+    weights: Any  # the same tree of shapes, a QTensor's for what is kept in low bits
+    experts: Format | None  # of experts' weights; None for the model's dtype
+    where: Placement
+    arrays: Arrays
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler says of one step; bytes are of one device."""
+
+    bucket: Bucket
+    seconds: float
+    argument_bytes: int
+    workspace_bytes: int
+    program_bytes: int
+    sent: list[Traffic]
+    executable: jax.stages.Compiled
+
+    @property
+    def device_bytes(self) -> int:
+        return self.argument_bytes + self.workspace_bytes + self.program_bytes
+
+    def save(self, file: Path) -> None:
+        """The executable with its argument trees, for `jax.experimental.serialize_executable.deserialize_and_load`."""
+        file.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
+
+
+def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Format | None) -> Deployment:
+    """The shapes of all that the engine would keep on this mesh, and where."""
+    params = model_for(model).params(model)
+    params["layers"] = stack_layers(params["layers"])
+    where = placement(mesh, model, params, stacked=True)
+
+    def shape(param: Param, sharding: Any) -> Any:
+        dtype = jnp.dtype(param.dtype or config.dtype)
+        if experts is None or "experts" not in param.axes or len(param.part_shape) < 2:
+            return jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding)
+        packed = jax.eval_shape(
+            lambda x: quantise(x, experts), jax.ShapeDtypeStruct(param.shape, jnp.float32)
+        )
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed)
+
+    weights = jax.tree.map(shape, params, where.params, is_leaf=lambda x: isinstance(x, Param))
+    return Deployment(
+        config, model, mesh, params, weights, experts, where, Arrays(config, model, params, True, where)
+    )
+
+
+def compile_step(d: Deployment, bucket: Bucket, num_pages: int) -> CompiledStep:
+    """ConfigError with the compiler's numbers if it does not fit the device."""
+    pool, state = jax.eval_shape(lambda: d.arrays.pool(num_pages)), jax.eval_shape(d.arrays.state)
+    pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=d.where.pool)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, d.where.state
+    )
+    flat = jax.ShapeDtypeStruct((d.where.groups * flat_size(bucket),), jnp.int32, sharding=d.where.flat)
+    began = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(d.mesh.abstract_mesh):
+        step = Step(d.model, d.config.block_size, d.where)
+        traced = step.jitted.trace(d.weights, pool, state, flat, bucket=bucket)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as why:
+        if "RESOURCE_EXHAUSTED" not in str(why):
+            raise
+        raise ConfigError(f"the step does not fit: {str(why).splitlines()[0]}") from why
+    memory = executable.memory_analysis()
+    assert memory is not None, "the TPU compiler always tells"
+    return CompiledStep(
+        bucket,
+        time.perf_counter() - began,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+        collectives(executable.as_text() or ""),
+        executable,
+    )

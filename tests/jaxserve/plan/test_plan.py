@@ -1,0 +1,144 @@
+"""Plans: real steps compiled for chips that are not here, what they take of them, and what is refused with numbers."""
+
+import json
+import pickle
+import re
+
+import jax
+import pytest
+from jax.experimental import serialize_executable
+
+from jaxserve.buckets import Bucket
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models import ModelConfig
+from jaxserve.plan.compiled import compile_step
+from jaxserve.plan.cost import hot_experts
+from jaxserve.plan.model import known_models, read_config
+from jaxserve.plan.planner import as_json, deployed, divided_for, plan
+from jaxserve.plan.roofline import Load, attention_flops, roofline, weights_of
+from jaxserve.plan.slices import slice_of
+from jaxserve.weights.schemes import without_settings
+from tests.pallas_kernels.conftest import tpu_compiler  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
+
+
+def settings(model: str, **more) -> EngineConfig:
+    return EngineConfig(model=model, block_size=128, max_model_len=2048, max_num_seqs=32, **more)
+
+
+@pytest.fixture
+def small(tmp_path) -> str:
+    """A model of two layers with the heads of a real one."""
+    config = read_config("llama-3.1-8b") | {
+        "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 4096,
+        "num_attention_heads": 8, "num_key_value_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_a_plan_adds_up(small, tmp_path):
+    found = plan(divided_for(settings(small), "v5e:2x2"), "v5e:2x2", 1024, save=tmp_path / "compiled")
+    decode, prefill = found.steps
+    for step in (decode.compiled, prefill.compiled):
+        assert step.argument_bytes >= found.weight_bytes + found.cache_bytes
+        assert step.workspace_bytes < found.cache_bytes / 4, "the cache is copied"
+    assert found.headroom_bytes > 0.05 * found.chip.hbm_bytes
+    assert found.sequences == found.cache_tokens // 1024 > 0
+    assert [t.kind for t in decode.compiled.sent] == ["all-reduce"]
+    assert decode.compiled.sent[0].calls >= 2 * 2, "two sums a layer"
+    assert 0 < decode.least.compute < prefill.least.compute
+    assert json.loads(json.dumps(as_json(found)))["devices"] == 4
+    saved = pickle.loads((tmp_path / "compiled" / "decode.jaxexec").read_bytes())
+    assert len(saved[0]) > 1000 and callable(serialize_executable.deserialize_and_load)
+
+
+STEPS = [
+    ("llama-3.1-8b", "v5e:2x2", "v5e"),
+    ("llama-3.1-8b", "tpu7x:2x2x1", "TPU7x"),
+    ("smollm2-135m", "v5e:1x1", "v5e"),
+    ("smollm2-135m", "tpu7x:1x1x1", "TPU7x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "slice_name"),
+    [pytest.param(m, s, marks=pytest.mark.supports("whole step compiled", f"{m}, {c}")) for m, s, c in STEPS],
+)
+def test_whole_steps_run_on_kernels_and_copy_neither_cache_nor_weights(model, slice_name):
+    made = deployed(divided_for(settings(model), slice_name), slice_name)
+    step = compile_step(made, Bucket(32, 32, 16), num_pages=513)
+    program = step.executable.as_text() or ""
+    assert program.count("tpu_custom_call") >= 2
+    stacks = {
+        leaf.sharding.shard_shape(leaf.shape)
+        for part in made.weights["layers"]
+        for leaf in jax.tree.leaves(part)
+    }
+    assert any(len(stack) == 3 for stack in stacks)
+    for stack in stacks:
+        assert not re.search(rf"= bf16\[{','.join(map(str, stack))}\]\S* copy\(", program), (
+            f"{stack} is copied"
+        )
+    assert step.workspace_bytes < 513 * made.arrays.page_bytes / 4, "the cache is copied"
+
+
+def test_every_known_model_is_one_that_runs():
+    for name in known_models():
+        assert ModelConfig.from_hf(without_settings(read_config(name))).num_layers > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "slice_name", "why"),
+    [
+        (
+            "deepseek-v3",
+            "v5e:2x2",
+            r"its weights take 197\.8 GB of each device, and 90% of its memory is 14\.4 GB",
+        ),
+        ("llama-3.1-8b", "v9:2x2", "topology 'v9:2x2' is not"),
+        ("llama-3.1-8b", "v5e:3x3", "the compiler knows no slice v5e:3x3"),
+        ("no-such-model", "v5e:2x2", "no local folder"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(model, slice_name, why, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Exception, match=why):
+        plan(divided_for(settings(model), slice_name), slice_name, 1024)
+
+
+def test_more_devices_than_the_slice_has_are_refused():
+    with pytest.raises(ConfigError, match=r"tensor=8 needs 8 devices, and there are 4"):
+        plan(settings("llama-3.1-8b", tensor_parallel_size=8), "v5e:2x2", 1024)
+
+
+def test_the_roofline_is_the_arithmetic():
+    """Llama-3.1-8B on one chip: every weight but the embedding is read and multiplied once a token."""
+    chip, _ = slice_of("v6e:1x1")
+    made = deployed(settings("llama-3.1-8b"), "v6e:1x1")
+    weights = weights_of(made.params, made.weights, made.where.params)
+    load = Load(tokens=16, seqs=16, context=1000, groups=1)
+    token = 32 * 8 * 256 * 2
+    least = roofline(made.model, chip, weights, token, load, [])
+    linears = 32 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 14336) + 128256 * 4096
+    total = linears + 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert least.memory == pytest.approx((2 * total + 16 * 1000 * token) / chip.hbm_bandwidth)
+    attention = 16 * attention_flops(made.model, 1000)
+    assert attention == 16 * 4 * 32 * 128 * 1000 * 32
+    assert least.compute == pytest.approx((2 * 16 * linears + attention) / chip.bf16)
+
+
+def test_experts_are_read_as_far_as_tokens_hit_them():
+    made = deployed(
+        settings("qwen3-235b-a22b", data_parallel_size=16, enable_expert_parallel=True), "v5p:2x2x4"
+    )
+    chip, _ = slice_of("v5p:2x2x4")
+    weights = weights_of(made.params, made.weights, made.where.params)
+    few, many = (
+        roofline(made.model, chip, weights, 0, Load(tokens, tokens, 1, 16), []).memory for tokens in (1, 256)
+    )
+    experts = sum(w.nbytes for w in weights if "experts" in w.param.axes)
+    difference = (hot_experts(4096, 128, 8) - hot_experts(16, 128, 8)) / 128 * experts
+    assert (many - few) * chip.hbm_bandwidth == pytest.approx(difference)
