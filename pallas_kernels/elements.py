@@ -32,7 +32,7 @@ def encode(xp, x, kind: str, zero=None):
     if kind == "int4":
         x = xp.rint(x) + (np.float32(8) if zero is None else zero)
         return pack(xp.clip(x, 0, 15).astype(np.uint8), 4)
-    return pack(_encode_small(xp, x, kind), BITS[kind])
+    return pack(small_codes(xp, x, kind), BITS[kind])
 
 
 def decode(xp, codes, kind: str):
@@ -55,7 +55,8 @@ def values(kind: str) -> np.ndarray:
     return np.concatenate([sizes, -sizes]).astype(np.float32)
 
 
-def _encode_small(xp, x, kind: str):
+def small_codes(xp, x, kind: str):
+    """One uint8 for each element of a small float."""
     exponent_bits, mantissa_bits = SMALL[kind]
     lowest = 2 - 2 ** (exponent_bits - 1)  # exponent of the smallest normal number
     size = xp.minimum(xp.abs(x), np.float32(LARGEST[kind]))

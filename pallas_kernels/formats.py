@@ -140,7 +140,7 @@ def quantise(x, format: Format) -> QTensor:
 def encode_with(x, scales, zeros, tensor_scale, format: Format) -> QTensor:
     """`x` [..., F, D] in `format` with these scales, however they were chosen."""
     xp, shape = x.__array_namespace__(), x.shape[-2:]
-    step = _expand(_step(xp, scales, tensor_scale, format), format, shape)
+    step = _expand(block_steps(scales, tensor_scale, format), format, shape)
     ratio = xp.where(step > 0, x / xp.where(step > 0, step, np.float32(1)), np.float32(0))
     zero = None if zeros is None else _expand(zeros.astype(np.float32), format, shape)
     return QTensor(encode(xp, ratio, format.codes, zero), scales, zeros, tensor_scale, format=format)
@@ -156,7 +156,7 @@ def dequantise(w: QTensor, dtype: Any = np.float32):
         values = values - _expand(w.zeros.astype(np.float32), w.format, shape)
     elif w.format.codes == "int4":
         values = values - np.float32(8)
-    step = _step(xp, w.scales, w.tensor_scale, w.format)
+    step = block_steps(w.scales, w.tensor_scale, w.format)
     return (values * _expand(step, w.format, shape)).astype(dtype)
 
 
@@ -204,8 +204,9 @@ def _constant(like, value: float):
     return full if isinstance(full, np.ndarray) else jax.lax.optimization_barrier(full)
 
 
-def _step(xp, scales, tensor_scale, format: Format):
+def block_steps(scales, tensor_scale, format: Format):
     """The scale of every block in float32."""
+    xp = scales.__array_namespace__()
     if format.scale == jnp.uint8:  # E8M0 (OCP Microscaling 1.0, 5.4.1): 2^(byte - 127), 255 is NaN
         bits = scales.astype(np.int32) << np.int32(23)
         bits = xp.where(scales == 0, np.int32(1 << 22), bits)

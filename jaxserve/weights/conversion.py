@@ -1,4 +1,4 @@
-"""Writes a checkpoint in jaxserve's own form (see `orbax`): dequantised and converted once, fast to load ever after."""
+"""Writes a checkpoint in jaxserve's own form (see `orbax`): converted once, fast to load ever after."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from jaxserve.weights.checkpoint import Checkpoint, overflow
 from jaxserve.weights.open import open_checkpoint
 from jaxserve.weights.orbax import MANIFEST, Stored, checksum, write_manifest
 from jaxserve.weights.progress import Progress
+from jaxserve.weights.quantized import QuantizedCheckpoint
 from jaxserve.weights.text_files import write_text_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -29,14 +30,16 @@ def convert(
 ) -> None:
     """Write the checkpoint `src` (anything `open_checkpoint` takes) as the folder `dst`.
 
-    `dtype` "auto" keeps what reading gives, so loading `dst` equals loading `src` bit for bit. `overwrite` replaces an
-    earlier conversion, and nothing else. `dst` appears complete or not at all.
+    `dtype` "auto" keeps what is stored (of GGUF's blocks the values), so loading `dst` equals loading `src` bit for
+    bit. `overwrite` replaces an earlier conversion, and nothing else. `dst` appears complete or not at all.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"cannot convert to dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}")
     target = Path(dst).expanduser().absolute()
     _check_target(target, overwrite)
     checkpoint = open_checkpoint(src)
+    if dtype == "auto" and isinstance(checkpoint, QuantizedCheckpoint):
+        checkpoint = checkpoint.stored
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -34,7 +34,7 @@ class QuantizedCheckpoint:
     """`stored` through the eyes of its scheme; tensors that are not part of a quantised weight stay as they are."""
 
     def __init__(self, stored: Checkpoint, settings: Any):
-        self._stored, self.path, self.format = stored, stored.path, stored.format
+        self.stored, self.path, self.format = stored, stored.path, stored.format
         self.config = without_settings(stored.config)
         self.scheme, self._weights = quantised_weights(stored, settings)
         parts = {name: weight for weight, w in self._weights.items() for name in w.parts.values()}
@@ -50,22 +50,22 @@ class QuantizedCheckpoint:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._weights[name].shape if name in self._weights else self._stored.shape(name)
+        return self._weights[name].shape if name in self._weights else self.stored.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
-        return np.dtype(np.float32) if name in self._weights else self._stored.dtype(name)
+        return np.dtype(np.float32) if name in self._weights else self.stored.dtype(name)
 
     def nbytes(self, name: str) -> int:
-        return sum(self._stored.nbytes(part) for part in self._parts(name))
+        return sum(self.stored.nbytes(part) for part in self._parts(name))
 
     def file(self, name: str) -> str:
-        return self._stored.file(self._parts(name)[0])
+        return self.stored.file(self._parts(name)[0])
 
     def read(self, name: str) -> np.ndarray:
         weight = self._weights.get(name)
         if weight is None:
-            return self._stored.read(name)
-        parts = {end: self._stored.read(part) for end, part in weight.parts.items()}
+            return self.stored.read(name)
+        parts = {end: self.stored.read(part) for end, part in weight.parts.items()}
         values = self._unpack(weight, parts)
         if isinstance(values, QTensor):
             values = in_parallel(values, self._pool)
@@ -78,12 +78,12 @@ class QuantizedCheckpoint:
         weight = self._weights.get(name)
         if weight is None or weight.columns:
             return None
-        values = self._unpack(weight, {end: self._stored.read(part) for end, part in weight.parts.items()})
+        values = self._unpack(weight, {end: self.stored.read(part) for end, part in weight.parts.items()})
         return values if isinstance(values, QTensor) else None
 
     def release(self, name: str) -> None:
         for part in self._parts(name):
-            self._stored.release(part)
+            self.stored.release(part)
 
     def _unpack(self, weight: Weight, parts: dict[str, np.ndarray]) -> QTensor | np.ndarray:
         try:
@@ -93,7 +93,7 @@ class QuantizedCheckpoint:
             raise CheckpointError(
                 "a quantised weight is malformed",
                 tensor=tensor,
-                file=self._stored.file(tensor),
+                file=self.stored.file(tensor),
                 found=str(why),
             ) from why
 

@@ -64,7 +64,7 @@ def _block(settings: Mapping[str, Any]) -> Sequence[int] | None:
 def _fp4(stored: Stored, parts: dict[str, str]) -> Weight:
     f, half = stored.shape(parts[CODES])
     format = NVFP4 if GLOBAL in parts else MXFP4
-    stored.check_shape(parts[SCALE], (f, half * 2 // format.block[1]))
+    stored.check_shape(parts[SCALE], (f, -(-half * 2 // format.block[1])))
 
     def unpack(parts: Parts) -> QTensor:
         whole = np.float32(1) / floats(parts[GLOBAL]).reshape(()) if GLOBAL in parts else None
