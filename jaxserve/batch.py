@@ -53,6 +53,11 @@ class Batch:
     kv_lens: Array  # [B] int32: tokens of the sequence up to and including its new ones
     page_table: Array  # [B, P] int32
 
+    @property
+    def spread(self) -> bool:
+        """Whether these are some rows of one prompt; the places are then those of all its rows (`jaxserve.spread`)."""
+        return len(self.places) != len(self.tokens)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class Bucket:
     tokens: int
     seqs: int
     pages: int
+    spread: int = 1  # devices that compute one prompt together, each so many of its tokens
 
 
 def all_buckets(
@@ -39,11 +40,18 @@ def all_buckets(
         size = smaller
 
 
+def spread_bucket(max_num_batched_tokens: int, max_model_len: int, page_size: int, devices: int) -> Bucket:
+    """The step for prompts longer than `max_num_batched_tokens`, by so many devices together."""
+    unit = 256 if max_num_batched_tokens >= 256 else 8  # two stripes of a multiple of a lane's width
+    return Bucket(-(-max_num_batched_tokens // unit) * unit, 1, -(-max_model_len // page_size), devices)
+
+
 def first_needed(buckets: list[Bucket]) -> list[Bucket]:
     """A few of `buckets` between which any batch finds one that is not far too large."""
+    spread, buckets = [b for b in buckets if b.spread > 1], [b for b in buckets if b.spread == 1]
     most = max(b.seqs for b in buckets)
     decoding = [b for b in buckets if b.tokens == b.seqs and b.seqs in (1, most)]
-    return [*decoding, *(max(b for b in buckets if b.seqs == n and b.tokens > n) for n in {1, most})]
+    return [*spread, *decoding, *(max(b for b in buckets if b.seqs == n and b.tokens > n) for n in {1, most})]
 
 
 def choose(buckets: list[Bucket], counts: list[list[int]], pages: int) -> Bucket:
@@ -54,6 +62,8 @@ def choose(buckets: list[Bucket], counts: list[list[int]], pages: int) -> Bucket
     tokens, seqs = max(map(sum, counts)), max(map(len, counts))
     single = all(max(group) == 1 for group in counts)
     for b in buckets:
+        if b.spread > 1:
+            continue
         if b.tokens >= tokens and b.seqs >= seqs and b.pages >= pages and (single or b.tokens != b.seqs):
             return b
     raise AssertionError(f"no bucket for {seqs} sequences, {tokens} tokens, {pages} pages")

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.sampling.state import SlotState
-from sharding.mesh import DATA, EXPERT, TENSOR, size
+from sharding.mesh import BATCH, CONTEXT, TENSOR, size
 from sharding.rules import batch_axes, only, param_shardings, present, spec
 
 VOCAB_WIDE = ("marks", "bias")  # of the sampler's state: a column for each token of the vocabulary
@@ -27,7 +27,12 @@ class Placement:
 
     @property
     def groups(self) -> int:
-        return size(self.mesh, (DATA, EXPERT))
+        return size(self.mesh, BATCH)
+
+    @property
+    def context(self) -> int:
+        """Groups that compute a long prompt together."""
+        return size(self.mesh, (CONTEXT,))
 
     @property
     def everywhere(self) -> NamedSharding:

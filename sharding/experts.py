@@ -193,7 +193,7 @@ def _within(leaving: Leaving, share: int) -> Array:
 def _weight_specs(mesh: Any, name: str, weight: Any, count: int, axes: tuple[str, ...]) -> Any:
     """How a weight of experts, packed or not and in a stack of layers or not, is divided over these axes alone."""
     logical = WEIGHT_AXES[name]
-    whole = only(spec(mesh, (count, *[1] * (len(logical) - 1)), logical), axes)
+    whole = tuple(only(spec(mesh, (count, *[1] * (len(logical) - 1)), logical), axes))
 
     def of(part: Any) -> Any:
         stack = len(part.shape) - len(logical)

@@ -33,7 +33,7 @@ def paged_attention(
     """See `pallas_kernels.paged_attention`. Query heads are divided, and kv heads as far as they go."""
     heads = divided(TENSOR)
     specs = (P(None, heads), kv_heads_spec(pages), P(), P(), P())
-    return _everywhere(
+    return everywhere(
         paging.paged_attention, heads, specs, P(None, heads), {"sinks": P(heads)},
         q, pages, page_table, q_starts, kv_lens, sinks=sinks, **options,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def mla_attention(
 ) -> tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
     """See `pallas_kernels.mla_attention`. Heads are divided; every device reads all latents of its sequences."""
     heads = P(None, divided(TENSOR))
-    return _everywhere(
+    return everywhere(
         latents.mla_attention, divided(TENSOR), (heads, heads, P(), P(), P(), P()), (heads, heads), {},
         q_latent, q_rope, pages, page_table, q_starts, kv_lens, **options,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def page_write(
     latent = rows.ndim == 2
     spec = P() if latent else kv_heads_spec(pages)
     specs = (spec, P() if latent else P(None, divided(TENSOR[:1])), P())
-    return _everywhere(
+    return everywhere(
         page_writing.page_write, divided(TENSOR), specs, spec, {}, pages, rows, places, layer=layer
     )
 
@@ -104,7 +104,7 @@ def kv_heads_spec(pages: Array | ScaledPages) -> Any:
     return P(*[None] * (pages.ndim - 3), kv)
 
 
-def _everywhere(
+def everywhere(
     op: Callable[..., Any],
     axes: tuple[str, ...],
     specs: tuple[Any, ...],
@@ -129,6 +129,9 @@ def _everywhere(
 def mapped(
     fn: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`fn` on each device's part along `axes`."""
+    """`fn` on each device's part along `axes`, and along those of one device: a kernel runs where no axis is left."""
+    mesh = jax.sharding.get_abstract_mesh()
+    idle = {name for name in mesh.axis_names if mesh.shape[name] == 1}
+    names = set(axes) | (idle - set(mesh.manual_axes))
     # Kernels do not say over which axes their results vary, so it is not checked.
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)

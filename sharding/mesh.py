@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 # Outermost first: what may cross the slow network between hosts or slices, down to what talks in every layer.
 STAGE, DATA, EXPERT, CONTEXT = "stage", "data", "expert", "context"
 TENSOR = ("tensor", "copy")  # devices along "copy" have the same kv heads, and different query heads
-BATCH = (DATA, EXPERT)  # every device along these has sequences of its own
+BATCH = (DATA, EXPERT, CONTEXT)  # every device along these has sequences of its own
 AXES = (STAGE, DATA, EXPERT, CONTEXT, *TENSOR)
 CROSSING = (STAGE, DATA, EXPERT)  # axes that may be laid over the slow network
 
@@ -41,13 +41,13 @@ class Topology:
     """How the devices are divided; every number counts devices, and their product is all of them.
 
     With `expert` None every expert is divided as a dense layer is. Any number, 1 too, divides experts as wholes over
-    the `expert` and the `tensor` devices together, or over `expert` alone if there are fewer experts than that.
+    the `expert`, `context` and `tensor` devices together, or not over `tensor` if there are fewer experts than that.
     """
 
     data: int = 1  # copies of the model, each with sequences of its own
     expert: int | None = None  # sequences of its own for each, and a share of the experts
     tensor: int = 1  # over heads, feed-forward and vocabulary
-    context: int = 1  # over the tokens of a long prompt
+    context: int = 1  # sequences of its own for each, but a long prompt is computed by all of them
     stage: int = 1  # over layers
 
     def __post_init__(self):
@@ -66,7 +66,7 @@ class Topology:
     @property
     def groups(self) -> int:
         """How many parts of a step's batch are computed apart from each other."""
-        return self.data * (self.expert or 1)
+        return self.data * (self.expert or 1) * self.context
 
     def __str__(self) -> str:
         shown = [
@@ -113,10 +113,10 @@ class Topology:
     def _neighbours(self, model: ModelSizes) -> Iterator["Topology"]:
         for tensor in (n for n in range(1, 2 * max(self.tensor, model.kv_heads) + 1) if model.heads % n == 0):
             for stage in {self.stage, 1}:
-                spread = max(self.devices // (tensor * stage), 1)
+                spread = max(self.devices // (tensor * stage * self.context), 1)
                 if self.expert is None or not model.experts:
-                    for groups in {self.groups, spread}:
-                        yield replace(self, data=groups, expert=None, tensor=tensor, stage=stage)
+                    for data in {self.data * (self.expert or 1), spread}:
+                        yield replace(self, data=data, expert=None, tensor=tensor, stage=stage)
                     continue
                 for expert in range(1, 2 * self.expert * self.tensor + 1):
                     for data in {self.data, max(spread // expert, 1)}:
@@ -145,7 +145,9 @@ class Topology:
 
     def expert_devices(self, model: ModelSizes) -> int:
         """Over how many devices whole experts are divided; 0 if they cannot be."""
-        return whole_experts(model.experts, self.expert or 1, self.tensor) if self.expert is not None else 1
+        if self.expert is None:
+            return 1
+        return whole_experts(model.experts, self.expert * self.context, self.tensor)
 
     def _too_few(self, found: int, model: ModelSizes) -> str:
         smaller = [t for t in _within(self, found) if not any(t._problems(model))]

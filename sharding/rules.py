@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import BATCH, EXPERT, TENSOR, size, whole_experts
+from sharding.mesh import BATCH, CONTEXT, EXPERT, TENSOR, size, whole_experts
 from sharding.params import Param
 
 # What an axis of a weight or of a cache page is divided over; whole experts are another matter (`expert_axes`).
@@ -20,12 +20,12 @@ def present(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def expert_axes(mesh: Any, experts: int) -> tuple[str, ...]:
-    """What whole experts are divided over: nothing, or the expert axis with or without the tensor axes."""
+    """What whole experts are divided over: nothing, or all axes but data, with or without the tensor axes."""
     if EXPERT not in mesh.shape:
         return ()
-    expert, tensor = size(mesh, (EXPERT,)), size(mesh, TENSOR)
-    ways = whole_experts(experts, expert, tensor)
-    return present(mesh, (EXPERT, *TENSOR) if ways == expert * tensor else (EXPERT,))
+    groups, tensor = size(mesh, (EXPERT, CONTEXT)), size(mesh, TENSOR)
+    ways = whole_experts(experts, groups, tensor)
+    return present(mesh, (EXPERT, CONTEXT, *TENSOR) if ways == groups * tensor else (EXPERT, CONTEXT))
 
 
 def spec(mesh: Any, shape: Sequence[int], axes: Sequence[str | None]) -> P:
@@ -51,13 +51,16 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 
 
 def only(spec: P, axes: Sequence[str]) -> P:
-    """The part of a spec that `shard_map` over `axes` alone sees."""
+    """The part of a spec that `shard_map` over `axes` sees; short, as leaves of packed weights have fewer axes."""
 
     def kept(entry: Any) -> Any:
         names = entry if isinstance(entry, tuple) else (entry,)
         return tuple(name for name in names if name in axes) or None
 
-    return P(*map(kept, spec))
+    entries = [kept(entry) for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
