@@ -21,9 +21,10 @@ serve: .venv/.stamp-demo
 	@echo
 	@exec .venv/bin/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
 
-# Kernels are compiled for TPUs that are not here. libtpu stays out of .venv, where JAX would look for a chip with it.
-test: lint .tpu/.stamp
-	PYTHONPATH=.tpu JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(ARGS)
+# Kernels are compiled for TPUs and GPUs that are not here. libtpu stays out of .venv, where JAX would look for a chip
+# with it; triton (1 GB) too, as only the tests need it.
+test: lint .tpu/.stamp .triton/.stamp
+	PYTHONPATH=.tpu:.triton JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(ARGS)
 
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check .
@@ -31,12 +32,12 @@ lint: .venv/.stamp-dev
 	.venv/bin/pyright
 
 # The support table of README and docs/support.md, from a run of the tests that carry its rows.
-docs: .venv/.stamp-dev .tpu/.stamp
-	PYTHONPATH=.tpu JAX_PLATFORMS=cpu $(PYTHON) -m pytest -m supports --support-report build/support.json
+docs: .venv/.stamp-dev .tpu/.stamp .triton/.stamp
+	PYTHONPATH=.tpu:.triton JAX_PLATFORMS=cpu $(PYTHON) -m pytest -m supports --support-report build/support.json
 	$(PYTHON) -m bench.support build/support.json
 
 clean:
-	rm -rf .venv .uv .tpu build *.egg-info
+	rm -rf .venv .uv .tpu .triton build *.egg-info
 
 .venv/.stamp-%: pyproject.toml $(VENV) | $(UV)
 	$(UV) pip install --quiet --python $(PYTHON) --editable '.[$*$(if $(filter dev,$*),$(comma)demo)]'
@@ -44,6 +45,11 @@ clean:
 
 .tpu/.stamp: pyproject.toml $(VENV) | $(UV)
 	$(UV) pip install --quiet --python $(PYTHON) --target .tpu --no-deps 'libtpu>=0.0.30,<0.1'
+	@touch $@
+
+# --no-config: pyproject.toml keeps triton out of .venv, and would out of here.
+.triton/.stamp: pyproject.toml $(VENV) | $(UV)
+	$(UV) --no-config pip install --quiet --python $(PYTHON) --target .triton --no-deps 'triton>=3.9,<3.10'
 	@touch $@
 
 $(VENV): .python-version | $(UV)
