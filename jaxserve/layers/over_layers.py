@@ -20,8 +20,8 @@ IN_STACK = "experts"  # weights of this name are read by kernels, as those in lo
 class InStack:
     """A layer's weight that is left in the stack: a kernel reads it there, where its slice would be a copy."""
 
-    stack: Array | QTensor  # [L, ...]
-    layer: Array  # int32 []
+    stack: Any  # Array or QTensor [L, ...]
+    layer: Any  # int32 []
 
 
 def over_layers(
