@@ -3,6 +3,7 @@
 import pickle
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Fo
         if experts is None or "experts" not in param.axes or len(param.part_shape) < 2:
             return jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding)
         packed = jax.eval_shape(
-            lambda x: quantise(x, experts), jax.ShapeDtypeStruct(param.shape, jnp.float32)
+            partial(quantise, format=experts), jax.ShapeDtypeStruct(param.shape, jnp.float32)
         )
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed)
 

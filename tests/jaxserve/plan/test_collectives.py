@@ -15,7 +15,7 @@ from jaxserve.plan.collectives import Traffic, collectives
 def program(fn, shape: tuple[int, ...], spec: P) -> str:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped).lower(jnp.zeros(shape, jnp.float32)).compile().as_text()
+    return jax.jit(mapped).lower(jnp.zeros(shape, jnp.float32)).compile().as_text() or ""
 
 
 def test_a_sum_over_devices_is_counted_with_its_bytes():
