@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.weights.arrays import aligned_empty, convert_into, is_aligned, is_float
 from jaxserve.weights.checkpoint import Checkpoint, missing_tensor, overflow
 from jaxserve.weights.divided import Divided
+from jaxserve.weights.packing import is_packable, pack, packed_bytes, sources
 from jaxserve.weights.progress import Progress
+from jaxserve.weights.quantized import QuantizedCheckpoint
 from sharding.params import Param
 
 log = logging.getLogger(__name__)
@@ -27,31 +30,44 @@ class _Leaf:
     """A leaf on its way: `stack` is filled row by row when several tensors make one array."""
 
     param: Param
-    sources: tuple[str, ...]
     stack: np.ndarray | None = None
     divided: Divided | None = None  # over several devices
     missing: set[int] = field(default_factory=set)
 
 
 def load(
-    params: Any, checkpoint: Checkpoint, dtype: Any, shardings: Any = None, *, progress: bool = True
+    params: Any,
+    checkpoint: Checkpoint,
+    dtype: Any,
+    shardings: Any = None,
+    *,
+    low_bit: bool = False,
+    progress: bool = True,
 ) -> Any:
     """The tree `params` with each `Param` a `jax.Array` of `dtype`, or None where an optional tensor is absent.
 
     With `shardings`, a tree like `params`, each device gets its part, and what no device of this process holds is
-    not read. Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values
-    are rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
+    not read. With `low_bit`, matrices that are stored so stay so, as a `QTensor` (see `packing`).
+    Memory beyond the result: about one tensor. On CPU an array may be the mapped file itself. Values are
+    rounded to nearest; CheckpointError if a tensor is missing, has another shape, or overflows `dtype`.
     """
     dtype = np.dtype(dtype)
     leaves, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Param))
-    done: list[jax.Array | None] = [None] * len(leaves)
-    parts, uses = _plan(leaves, checkpoint)
-    if shardings is not None:
-        for part, sharding in zip(parts, jax.tree.leaves(shardings), strict=True):
-            part.divided = Divided(part.param, sharding, np.dtype(part.param.dtype or dtype))
-    total = sum(checkpoint.nbytes(name) for name in uses)
+    done: list[Any] = [None] * len(leaves)
+    low = {i: p for i, p in enumerate(leaves) if low_bit and is_packable(p, checkpoint)}
+    parts, uses = _plan(leaves, checkpoint, low)
+    wheres = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    for part, where in zip(parts, wheres, strict=True):
+        part.divided = where and Divided(part.param, where, np.dtype(part.param.dtype or dtype))
+    _say_what_is_dequantised(checkpoint, low, dtype)
+    total = sum(checkpoint.nbytes(name) for name in uses) + sum(
+        packed_bytes(p, checkpoint) for p in low.values()
+    )
     began = time.perf_counter()
     with Progress(total, visible=progress) as bar:
+        for number, param in low.items():
+            done[number] = pack(param, checkpoint, wheres[number])
+            bar.advance(packed_bytes(param, checkpoint))
         for name in checkpoint.names():
             if name not in uses:
                 continue
@@ -73,24 +89,23 @@ def load(
         "loaded %d tensors, %.1f MB, in %.1f s (%.0f MB/s) from %s",
         len(uses), total / 1e6, seconds, total / 1e6 / max(seconds, 1e-9), checkpoint.path,
     )  # fmt: skip
-    _warn_of_unused(checkpoint, uses)
+    _warn_of_unused(checkpoint, {*uses, *(name for param in low.values() for name in sources(param))})
     return jax.tree.unflatten(tree, done)
 
 
-def _plan(leaves: list[Param], checkpoint: Checkpoint) -> tuple[list[_Leaf], Uses]:
-    """The leaves, and where each tensor goes; every name and shape is checked."""
+def _plan(leaves: list[Param], checkpoint: Checkpoint, low: Mapping[int, Param]) -> tuple[list[_Leaf], Uses]:
+    """The leaves, and where each tensor goes; every name and shape is checked. `low` take theirs themselves."""
     parts: list[_Leaf] = []
     uses: Uses = defaultdict(list)
     names = set(checkpoint.names())
     for number, param in enumerate(leaves):
-        sources = (param.source,) if isinstance(param.source, str) else param.source
-        parts.append(_Leaf(param, sources, missing=set(range(len(sources)))))
-        absent = [name for name in sources if name not in names]
-        if absent and param.optional and len(absent) == len(sources):
+        parts.append(_Leaf(param, missing=set(range(len(sources(param))))))
+        absent = [name for name in sources(param) if name not in names]
+        if number in low or (absent and param.optional and len(absent) == len(sources(param))):
             continue
         if absent:
             raise missing_tensor(absent[0], names, checkpoint.path)
-        for row, name in enumerate(sources):
+        for row, name in enumerate(sources(param)):
             _check(param, name, checkpoint)
             uses[name].append((number, row))
     return parts, uses
@@ -154,7 +169,15 @@ def _to_device(array: np.ndarray) -> jax.Array:
     return jax.block_until_ready(jax.device_put(array, may_alias=True))
 
 
-def _warn_of_unused(checkpoint: Checkpoint, uses: Uses) -> None:
+def _say_what_is_dequantised(checkpoint: Checkpoint, low: Mapping[int, Param], dtype: np.dtype) -> None:
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        log.info(
+            "%s stores weights as %s; %d arrays stay so, the others become %s",
+            checkpoint.path, checkpoint.scheme, len(low), dtype,
+        )  # fmt: skip
+
+
+def _warn_of_unused(checkpoint: Checkpoint, uses: Container[str]) -> None:
     tied = checkpoint.config.get("tie_word_embeddings", False)
     unused = [
         name

@@ -73,13 +73,19 @@ class QuantizedCheckpoint:
             values = weight.columns(values, parts)
         return values.swapaxes(-1, -2) if weight.swapped else values
 
+    def packs(self, name: str, swapped: bool) -> bool:
+        """Whether `packed` gives it; `swapped` says that it is wanted [out, in] of a tensor shaped [in, out]."""
+        weight = self._weights.get(name)
+        return weight is not None and weight.low_bit and not weight.columns and weight.swapped == swapped
+
     def packed(self, name: str) -> QTensor | None:
         """The weight [..., out, in] as it is stored, on the host; None for what has no such form."""
         weight = self._weights.get(name)
-        if weight is None or weight.columns:
+        if weight is None or weight.columns or not weight.low_bit:
             return None
         values = self._unpack(weight, {end: self.stored.read(part) for end, part in weight.parts.items()})
-        return values if isinstance(values, QTensor) else None
+        assert isinstance(values, QTensor), name
+        return values
 
     def release(self, name: str) -> None:
         for part in self._parts(name):

@@ -60,7 +60,7 @@ def _four_bits(stored: Stored, name: str) -> Weight:
             expected=f"{int(np.prod(shape))} of 4 bits",
             found=stored.shape(name),
         )
-    return Weight(parts, shape, partial(_looked_up, state))
+    return Weight(parts, shape, partial(_looked_up, state), low_bit=False)
 
 
 def _looked_up(state: Mapping[str, Any], parts: Parts) -> np.ndarray:

@@ -27,6 +27,7 @@ class Weight:
     ]  # the end of a name, ".weight_scale" say, to the name in the checkpoint; codes first
     shape: tuple[int, ...]
     unpack: Callable[[Parts], QTensor | np.ndarray]
+    low_bit: bool = True  # `unpack` gives a QTensor
     swapped: bool = False  # `shape` is [..., in, out], and what `unpack` gives [..., out, in]
     columns: Callable[[np.ndarray, Parts], np.ndarray] | None = None  # puts the dequantised ones in order
 

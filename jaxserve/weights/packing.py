@@ -1,0 +1,127 @@
+"""Weights that stay in their low bits on the device: a `Param` becomes a `QTensor` of what the checkpoint stores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.errors import CheckpointError
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.quantized import QuantizedCheckpoint
+from pallas_kernels.elements import BITS
+from pallas_kernels.formats import QTensor
+from sharding.params import Param
+
+
+def is_packable(param: Param, checkpoint: Checkpoint) -> bool:
+    """Whether a weight is a matrix, or a stack of them, whose every source is stored in low bits and only multiplied.
+
+    Rows of an embedding are looked up, and routers and the halves of latent attention's projections are used otherwise.
+    """
+    if not isinstance(checkpoint, QuantizedCheckpoint) or "vocab" in param.axes or param.optional:
+        return False
+    matrix = param.part_shape[-2:]
+    return (
+        all(
+            checkpoint.packs(name, param.swapped)
+            and checkpoint.shape(name)[-2:] == param.stored_shape[-2:]
+            and len(checkpoint.shape(name)) == len(param.stored_shape)
+            for name in sources(param)
+        )
+        and len(matrix) == 2
+        and (param.cut is None or param.cut.axis == len(param.part_shape) - 2)
+    )
+
+
+def pack(param: Param, checkpoint: Checkpoint, sharding: NamedSharding | None = None) -> QTensor:
+    """The weight on its devices; CheckpointError where dividing it would cut what shares a byte."""
+    assert isinstance(checkpoint, QuantizedCheckpoint)
+    parts = []
+    for name in sources(param):
+        w = checkpoint.packed(name)
+        assert w is not None, name
+        parts.append(_rows(w, param.cut.take) if param.cut else w)
+    if len(formats := {part.format for part in parts}) > 1:
+        raise CheckpointError(
+            "weights of one stack are stored in different formats, which kernels cannot take",
+            tensor=sources(param)[0], expected="one format",
+            found=", ".join(sorted(format.name for format in formats)),
+        )  # fmt: skip
+    outer = param.shape[: len(param.shape) - len(param.part_shape)]
+    if isinstance(param.source, str):
+        whole = parts[0]
+    else:
+        whole = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*outer, *leaves[0].shape), *parts)
+    for name in sources(param):
+        checkpoint.release(name)
+    if sharding is None:
+        return jax.device_put(whole)
+    return _divided(whole, sharding, param)
+
+
+def packed_bytes(param: Param, checkpoint: Checkpoint) -> int:
+    """What it takes, all devices together."""
+    return sum(checkpoint.nbytes(name) for name in sources(param)) // (2 if param.cut else 1)
+
+
+def sources(param: Param) -> tuple[str, ...]:
+    return (param.source,) if isinstance(param.source, str) else param.source
+
+
+def reblocked(w: QTensor, rows: int, columns: int) -> QTensor:
+    """The same values with blocks of these sizes, which divide those there are: each scale is repeated."""
+    r, c = w.format.block
+    if (r, c) == (rows, columns):
+        return w
+
+    grid = -(-w.shape[-2] // rows) if rows else 1, -(-w.shape[-1] // columns) if columns else 1
+
+    def finer(leaf: Any) -> Any:
+        for axis, (old, new) in ((-2, (r, rows)), (-1, (c, columns))):
+            leaf = np.repeat(leaf, old // new, axis) if new else leaf
+        return leaf[..., : grid[0], : grid[1]]
+
+    format = replace(w.format, name=f"{w.format.name}_{rows}x{columns}", block=(rows, columns))
+    zeros = None if w.zeros is None else finer(w.zeros)
+    return QTensor(w.codes, finer(w.scales), zeros, w.tensor_scale, format=format)
+
+
+def _rows(w: QTensor, take: slice) -> QTensor:
+    """Some rows of every matrix, in a format whose rows have scales of their own."""
+    assert w.format.block[0] == 1, w.format
+    codes, scales = w.codes[..., take, :], w.scales[..., take, :]
+    zeros = None if w.zeros is None else w.zeros[..., take, :]
+    return QTensor(codes, scales, zeros, w.tensor_scale, format=w.format)
+
+
+def _divided(w: QTensor, sharding: NamedSharding, param: Param) -> QTensor:
+    """`w` over the devices; blocks that a border would cut are divided first."""
+    spec: Sequence[Any] = (*sharding.spec, *(None,) * (w.ndim - len(sharding.spec)))
+    ways = [math.prod(sharding.mesh.shape[name] for name in _names(entry)) for entry in spec[-2:]]
+    (f, d), (rows, columns) = w.shape[-2:], w.format.block
+    if d // ways[1] * BITS[w.format.codes] % 8:
+        raise CheckpointError(
+            f"{ways[1]} devices would share a byte of a weight; use fewer",
+            tensor=sources(param)[0], expected="an even number of columns on each", found=f"{d} / {ways[1]}",
+        )  # fmt: skip
+    rows = math.gcd(rows, f // ways[0]) if ways[0] > 1 and rows else rows
+    columns = math.gcd(columns, d // ways[1]) if ways[1] > 1 and columns else columns
+    w = reblocked(w, rows, columns)
+
+    def placed(leaf: Any, entries: Sequence[Any]) -> Any:
+        return jax.device_put(leaf, NamedSharding(sharding.mesh, P(*entries)))
+
+    grid = (*spec[:-2], spec[-2] if rows else None, spec[-1] if columns else None)
+    zeros = None if w.zeros is None else placed(w.zeros, grid)
+    whole = None if w.tensor_scale is None else placed(w.tensor_scale, spec[:-2])
+    axes = param.axes[-2:]
+    return QTensor(placed(w.codes, spec), placed(w.scales, grid), zeros, whole, format=w.format, axes=axes)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
