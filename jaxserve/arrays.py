@@ -22,6 +22,7 @@ class Arrays:
     params: Any  # a tree of Param
     stacked: bool  # whether layers are one array, or each has its own
     placement: Placement | None = None
+    saved: int = 0  # bytes that weights which stay in low bits take less
 
     @property
     def sharing(self) -> int:
@@ -30,7 +31,8 @@ class Arrays:
 
     @property
     def weight_bytes(self) -> int:
-        return params_bytes(self.params, self.config.dtype, self.placement and self.placement.params)
+        plain = params_bytes(self.params, self.config.dtype, self.placement and self.placement.params)
+        return plain - self.saved
 
     @property
     def state_bytes(self) -> int:

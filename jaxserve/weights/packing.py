@@ -69,6 +69,13 @@ def packed_bytes(param: Param, checkpoint: Checkpoint) -> int:
     return sum(checkpoint.nbytes(name) for name in sources(param)) // (2 if param.cut else 1)
 
 
+def bytes_saved(params: Any, checkpoint: Checkpoint, dtype: Any) -> int:
+    """How much less memory a tree of `Param` takes with `low_bit` than in `dtype`."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
+    low = [param for param in leaves if is_packable(param, checkpoint)]
+    return sum(math.prod(p.shape) * np.dtype(p.dtype or dtype).itemsize - packed_bytes(p, checkpoint) for p in low)
+
+
 def sources(param: Param) -> tuple[str, ...]:
     return (param.source,) if isinstance(param.source, str) else param.source
 
