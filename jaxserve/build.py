@@ -28,6 +28,7 @@ from jaxserve.step import Step
 from jaxserve.text import Tokenizer, load_tokenizer
 from jaxserve.topology import mesh_for
 from jaxserve.weights import load, open_checkpoint
+from jaxserve.weights.packing import bytes_saved
 from kv import KVCache
 from kv.events import Events
 from pallas_kernels.op import platform
@@ -64,13 +65,16 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
 
     mesh = mesh_for(config, model_config)
     where = placement(mesh, model_config, params, stacked=stacked) if mesh else None
-    arrays = Arrays(config, model_config, params, stacked, where)
+    # On a CPU no product of low-bit weights is fast, and on a mesh their kernels are not divided yet.
+    low_bit = stacked and where is None
+    saved = bytes_saved(params, checkpoint, config.dtype) if low_bit else 0
+    arrays = Arrays(config, model_config, params, stacked, where, saved)
     other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len
     num_pages = plan_pages(config, arrays.page_bytes, other_bytes, longest, device_memory(arrays.sharing))
     longest = fitting_length(config, longest, num_pages)
     config = replace(config, max_model_len=longest)
 
-    weights = load(params, checkpoint, config.dtype, where and where.params, progress=True)
+    weights = load(params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True)
     buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
     step = Step(model_config, config.block_size, where)
     runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets)
