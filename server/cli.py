@@ -1,11 +1,14 @@
 """The `jaxserve` command: serve, chat, generate, convert, bench. Each imports what it needs only when run."""
 
 import argparse
+import dataclasses
+import json
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxserve.checkpoint_config import EvalConfig, QuantizeConfig
 from jaxserve.config import EngineConfig
 from jaxserve.demo import resolve_demo
 from jaxserve.errors import ConfigError, JaxserveError
@@ -41,6 +44,8 @@ def _parser() -> Parser:
   jaxserve chat --url http://localhost:8000            talk to it
   jaxserve generate demo:smollm2 "The sky is"          no server needed
   jaxserve convert model.gguf converted/               a form that loads faster
+  jaxserve quantize demo:smollm2 small/ --format int4  fewer bits
+  jaxserve eval small/ --reference demo:smollm2        what that cost
   jaxserve bench --base-url http://localhost:8000      measure it
 Each command has its own --help.""",
     )
@@ -50,12 +55,14 @@ Each command has its own --help.""",
     _add_chat(commands)
     _add_generate(commands)
     _add_convert(commands)
+    _add_quantize(commands)
+    _add_eval(commands)
     commands.add_parser("bench", help="measure a running server or the engine in this process")
     return parser
 
 
 def _command(commands, name: str, run: Callable, *, help: str, epilog: str) -> Parser:
-    usage = f"jaxserve {name} {'SRC DST' if name == 'convert' else '[MODEL] [flags]'}"
+    usage = f"jaxserve {name} {'SRC DST [flags]' if name in ('convert', 'quantize') else '[MODEL] [flags]'}"
     description = help[0].upper() + help[1:] + "."
     parser = commands.add_parser(name, help=help, usage=usage, description=description, epilog=epilog)
     parser.set_defaults(run=run, parser=parser)
@@ -148,6 +155,38 @@ def _add_convert(commands) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
 
 
+def _add_quantize(commands) -> None:
+    parser = _command(
+        commands,
+        "quantize",
+        _quantize,
+        help="write a checkpoint with weights of 4 or 8 bits, and what that cost",
+        epilog="""examples:
+  jaxserve quantize /models/Qwen3-0.6B qwen3-int4 --format int4 --method gptq
+  jaxserve quantize demo:smollm2 smollm2-nvfp4 --format nvfp4 --method rotate --calibration my-texts.jsonl
+
+DST is a safetensors checkpoint in the convention of compressed-tensors, DST/orbax the same in jaxserve's own form,
+DST/report.json and DST/report.png say what it cost. Stopped in the middle, the same command goes on.""",
+    )
+    parser.add_argument("src", metavar="SRC", help=_MODEL_HELP)
+    parser.add_argument("dst", metavar="DST", help="a new folder, or one that was begun")
+    add_flags(parser, QuantizeConfig, title="quantize", skip=("source",))
+
+
+def _add_eval(commands) -> None:
+    parser = _command(
+        commands,
+        "eval",
+        _eval,
+        help="measure a model's perplexity on a text, and how far it is from another model",
+        epilog="""examples:
+  jaxserve eval demo:smollm2 --text book.txt
+  jaxserve eval smollm2-int4 --reference demo:smollm2 --text book.txt --context 1024 --output result.json""",
+    )
+    _add_model(parser)
+    add_flags(parser, EvalConfig, title="eval", skip=("model",))
+
+
 def _add_model(parser: Parser) -> None:
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--model", metavar="MODEL", help="the same, as a flag")
@@ -228,6 +267,31 @@ def _convert(args: argparse.Namespace) -> None:
     from jaxserve.weights import convert
 
     convert(source, args.dst, args.dtype, args.overwrite)
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from jaxserve.quantize import quantize
+
+    report = quantize(config_from(args, QuantizeConfig, source=resolve_demo(args.src)), args.dst)
+    found = report["evaluation"]
+    print(f"weights: {report['bytes_before'] / 1e6:.1f} MB -> {report['bytes_after'] / 1e6:.1f} MB")
+    print(
+        f"perplexity: {found['reference_perplexity']:.3f} -> {found['perplexity']:.3f} on {found['tokens']} tokens"
+    )
+    print(f"KL: {found['kl']:.5f} nats a token, same likeliest token: {found['top1']:.1%}")
+    print(f"details: {Path(args.dst) / 'report.json'} and report.png")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from jaxserve.evaluate import evaluate
+
+    reference = args.reference and resolve_demo(args.reference)
+    config = config_from(args, EvalConfig, model=resolve_demo(model_name(args)), reference=reference)
+    found = evaluate(config)
+    if config.output:
+        Path(config.output).write_text(json.dumps(dataclasses.asdict(config) | found.as_dict(), indent=1))
+    for name, value in found.as_dict().items():
+        print(f"{name}: {value:.6g}")
 
 
 def _bench(argv: list[str]) -> int:
