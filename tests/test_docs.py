@@ -45,11 +45,12 @@ def test_every_flag_that_is_named_exists(page, capsys):
     parser = Parser(prog="bench")
     add_flags(parser, LoadConfig, title="load")
     known = parser.format_help()
-    for command in ("serve", "chat", "generate", "convert"):
+    for command in ("serve", "chat", "generate", "convert", "quantize", "eval"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         known += capsys.readouterr().out
-    known += " --peer-python --rounds --no-x --x --help --no-deps"  # the last is pip's
+    known += " --peer-python --rounds --rows --windows --no-x --x --help"  # of bench's parts, and of none
+    known += " --no-deps --tasks --model-args"  # pip's and lm-eval's
     lines = [
         line for line in page.read_text().splitlines() if not line.lstrip().startswith(("pip", "RUN pip"))
     ]
