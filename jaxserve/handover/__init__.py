@@ -1,0 +1,1 @@
+"""Prompts computed by one engine and continued by another: what travels, who keeps it, and until when."""

@@ -1,0 +1,51 @@
+"""Settings of a worker that hands prompts over, or takes them: the command line makes its flags from here."""
+
+from dataclasses import dataclass
+
+from jaxserve.config import setting
+from jaxserve.errors import ConfigError
+
+ROLES = ("prefill", "decode", "both")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """What a worker is for, and how pages reach it from others."""
+
+    role: str | None = setting(
+        None,
+        "let other workers take prompts from this one, and this one from others; what a router sees it as",
+        choices=ROLES,
+    )
+    prefill_url: tuple[str, ...] = setting(
+        (), "workers that compute long prompts for this one, in turn; a router may name others"
+    )
+    split_min_tokens: int = setting(
+        256, "prompts of which fewer tokens are missing in the cache are computed here all the same"
+    )
+    kv_transfer: str = setting(
+        "jax",
+        "how pages come here: from device to device, or as a plain stream by way of host memory",
+        choices=("jax", "tcp"),
+    )
+    kv_transfer_host: str = setting("127.0.0.1", "address of this machine at which other workers fetch pages")
+    kv_lease_seconds: float = setting(
+        10.0, "seconds that pages are kept for a worker that does not say it is alive"
+    )
+    kv_silence_timeout: float = setting(
+        5.0, "seconds without a word or a block after which a prompt is computed here instead"
+    )
+
+    def __post_init__(self):
+        if self.role is not None and self.role not in ROLES:
+            raise ConfigError(f"role={self.role!r} is unknown; use one of {', '.join(ROLES)}")
+        if self.prefill_url and self.role not in ("decode", "both"):
+            raise ConfigError("prefill_url has no effect without role=decode or role=both; set one of them")
+        for url in self.prefill_url:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"prefill_url={url!r} is no address; write http://HOST:PORT")
+        for name in ("kv_lease_seconds", "kv_silence_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds above 0")
+        if self.split_min_tokens < 1:
+            raise ConfigError(f"split_min_tokens={self.split_min_tokens} must be at least 1")
