@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Self
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.build import Built, build
 from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, OverloadedError, RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.pace import StepTimes
@@ -131,6 +133,13 @@ class AsyncLLM:
         self._wake.set()
         return stream
 
+    def check(self, request: Request) -> Request:
+        """The request as `submit` would run it; the same refusals, and nothing runs."""
+        request = self._engine.prepare(request)
+        with self._lock:
+            self._check_room(request)
+        return request
+
     def abort(self, request_id: str) -> None:
         """Stop a request and give its pages back; one that has ended already is no mistake.
 
@@ -139,6 +148,17 @@ class AsyncLLM:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abandon(stream)
+
+    def call[T](self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function` on the engine's thread, between two steps; what it launches comes after the steps before."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._failure or self._closing:
+                future.set_exception(EngineError(self._failure or SHUTTING_DOWN))
+                return future
+            self._inbox.put(("call", function, future))
+        self._wake.set()
+        return future
 
     def load(self) -> Load:
         """How much there is to do, now."""
@@ -238,6 +258,8 @@ class AsyncLLM:
                 self._served[what.request_id] = stream
             elif kind == "end":
                 self._end_all(what)
+            elif kind == "call":
+                _run(what, stream, self._engine)
             elif self._served.get(stream.request_id) is stream:
                 self._engine.abort(stream.request_id)
                 del self._served[stream.request_id]
@@ -273,16 +295,22 @@ class AsyncLLM:
     def _end_all(self, why: str) -> None:
         """Every request ends here, those that have not reached the engine too."""
         with self._lock:
-            while not self._inbox.empty():
-                self._inbox.get_nowait()
+            self._drop_mail(why)
             streams, self._streams, self._queued = self._streams, {}, {}
         for request_id in list(self._engine.ongoing):
             self._engine.abort(request_id)
         self._served.clear()
         _hand_over([(s, OverloadedError(why, retry_after=5, draining=True)) for s in streams.values()])
 
+    def _drop_mail(self, why: str) -> None:
+        while not self._inbox.empty():
+            kind, _, sender = self._inbox.get_nowait()
+            if kind == "call" and sender.set_running_or_notify_cancel():
+                sender.set_exception(EngineError(why))
+
     def _fail_all(self) -> None:
         with self._lock:
+            self._drop_mail(f"the engine has failed: {self._failure}")
             streams, self._streams, self._queued = self._streams, {}, {}
         _hand_over([(s, EngineError(f"the engine has failed: {self._failure}")) for s in streams.values()])
 
@@ -299,6 +327,14 @@ def engine_config(model: str | EngineConfig, settings: dict[str, Any]) -> Engine
     if unknown:
         raise TypeError(f"no such setting: {', '.join(sorted(unknown))}; see jaxserve.EngineConfig")
     return EngineConfig(model, **settings)
+
+
+def _run(function: Callable[[Engine], Any], future: Future, engine: Engine) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function(engine))
+        except Exception as failure:
+            future.set_exception(failure)
 
 
 def _hand_over(arrived: Iterable[tuple[Deltas, Delta | Exception]]) -> list[Deltas]:

@@ -1,10 +1,12 @@
 """What goes into the engine and what comes out: requests, deltas and finished outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxserve.sampling.params import SamplingParams
+from jaxserve.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Request:
     generated: list[int] = field(
         default_factory=list
     )  # output made elsewhere already: the request goes on after it, and hands back only what is new
+    prefill_url: str | None = None  # the worker that is to compute the prompt, if not this one
+    watch: Callable[[Sequence], None] | None = None  # told of every launched step, on the engine's thread
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def _command(commands, name: str, run: Callable, *, help: str, epilog: str) -> P
 
 def _add_serve(commands) -> None:
     from server.config import ServerConfig
+    from server.roles import RoleConfig
 
     parser = _command(
         commands,
@@ -80,10 +81,12 @@ def _add_serve(commands) -> None:
         epilog="""examples:
   jaxserve serve demo:smollm2
   jaxserve serve /models/Llama-3.2-1B-Instruct --port 9000 --api-key secret --max-model-len 8k
-  jaxserve serve Qwen/Qwen3-0.6B --served-model-name qwen --max-num-seqs 64 --no-enable-prefix-caching""",
+  jaxserve serve Qwen/Qwen3-0.6B --served-model-name qwen --max-num-seqs 64 --no-enable-prefix-caching
+  jaxserve serve demo:smollm2 --role decode --prefill-url http://10.0.0.2:8000""",
     )
     _add_model(parser)
     add_flags(parser, ServerConfig, title="server")
+    add_flags(parser, RoleConfig, title="prefill and decode on different workers")
     _add_engine_flags(parser)
 
 
@@ -233,12 +236,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def _serve(args: argparse.Namespace) -> None:
     from server.config import ServerConfig
+    from server.roles import RoleConfig
 
     names = args.served_model_name or (model_name(args),)
     config, server = engine_config(args), config_from(args, ServerConfig, served_model_name=names)
+    roles = config_from(args, RoleConfig)
     from server.serve import run
 
-    run(config, server)
+    run(config, server, roles)
 
 
 def _chat(args: argparse.Namespace) -> None:

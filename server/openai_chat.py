@@ -17,6 +17,7 @@ from server.errors import documented
 from server.generation import Generation
 from server.logprobs import LogprobsWriter
 from server.params import chat_params
+from server.prefill_url import prefill_url
 from server.prompts import chat_tokens, check_length, truncated
 from server.request_ids import engine_id, request_id
 from server.schema import ChatRequest
@@ -50,6 +51,7 @@ async def chat_completions(
         body.priority or 0,
         body.cache_salt or "",
         generated=body.generated_token_ids or [],
+        prefill_url=prefill_url(served, request),
     )
     generation = await Generation.start(served, [asked])
     answer = ChatAnswer(served, body, generation, f"chatcmpl-{name}", model)

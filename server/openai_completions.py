@@ -18,6 +18,7 @@ from server.errors import documented
 from server.generation import Generation
 from server.logprobs import LogprobsWriter
 from server.params import completion_params
+from server.prefill_url import prefill_url
 from server.prompts import check_length, completion_prompts, tokens_text, truncated
 from server.request_ids import engine_id, request_id
 from server.schema import CompletionRequest
@@ -40,7 +41,7 @@ async def completions(
     served.check_ready()
     params = completion_params(served, body)
     name = request_id(request, body.request_id)
-    asked = await _requests(served, body, params, name)
+    asked = await _requests(served, body, params, name, prefill_url(served, request))
     echoes = [await _echo(served, body, each) for each in asked] if body.echo else []
     generation = await Generation.start(served, asked)
     answer = CompletionAnswer(served, body, generation, echoes, f"cmpl-{name}", model)
@@ -51,7 +52,7 @@ async def completions(
 
 
 async def _requests(
-    served: Served, body: CompletionRequest, params: SamplingParams, name: str
+    served: Served, body: CompletionRequest, params: SamplingParams, name: str, prefill: str | None
 ) -> list[EngineRequest]:
     requests = []
     for ids, text in await completion_prompts(served, body):
@@ -67,6 +68,7 @@ async def _requests(
                 body.priority or 0,
                 body.cache_salt or "",
                 generated=body.generated_token_ids or [],
+                prefill_url=prefill,
             )
         )
     return requests

@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError
 from server.app import create_app
 from server.auth import OPEN
 from server.config import ServerConfig
+from server.roles import RoleConfig
 
 log = logging.getLogger("uvicorn.error")
 
@@ -27,18 +28,33 @@ FLUSH = 5  # seconds that answers have to reach their clients once the engine is
 IDLE = 75  # seconds an idle connection is kept, longer than usual proxies keep theirs
 
 
-def run(engine: EngineConfig, config: ServerConfig) -> None:
+def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
     """Serve a model until a signal; raises what loading the model raised."""
     from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
 
     name = next(iter(config.served_model_name), None)
-    serve(lambda: AsyncLLM(engine, served_model_name=name), engine, config)
+
+    def load() -> Any:
+        llm = AsyncLLM(engine, served_model_name=name)
+        if roles.role is None:
+            return llm
+        from server.clients.start import with_role
+
+        return with_role(llm, roles, name or engine.model, next(iter(config.api_key), None))
+
+    serve(load, engine, config, hands_over=roles.role is not None)
 
 
-def serve(load: Callable[[], Any], engine: EngineConfig, config: ServerConfig) -> None:
+def serve(
+    load: Callable[[], Any], engine: EngineConfig, config: ServerConfig, *, hands_over: bool = False
+) -> None:
     """Serve the engine that `load` makes; until it is there, health says starting and requests get 503."""
     sock = _listen(config)
     app = create_app(Starting(engine), config)
+    if hands_over:
+        from server import handover
+
+        app.include_router(handover.router)
     server = _Server(app, config)
     loader = threading.Thread(target=server.load, args=(load,), name="load", daemon=True)
     loader.start()
