@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Param:
     swapped: bool = False  # stored as [..., in, out]
     cut: Cut | None = None  # this much of the tensor, once the axes are in the order they have here
     dtype: str | None = None  # kept so whatever the model's dtype is
+    pad: tuple[int, ...] = ()  # zeros at the end of each axis of a part, which no checkpoint stores
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), f"{self.source}: shape {self.shape}, axes {self.axes}"
@@ -49,13 +51,17 @@ class Param:
         return self.shape[self._products.index(len(self.source)) + 1 :]
 
     @property
+    def _pad(self) -> tuple[int, ...]:
+        return self.pad or (0,) * len(self.part_shape)
+
+    @property
     def _products(self) -> list[int]:
         return [math.prod(self.shape[: n + 1]) for n in range(len(self.shape))]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that each tensor has in the checkpoint, up to splitting and merging neighbouring axes."""
-        shape = list(self.part_shape)
+        shape = [n - more for n, more in zip(self.part_shape, self._pad, strict=True)]
         if self.cut:
             shape[self.cut.axis] = self.cut.length
         if self.swapped:
@@ -70,7 +76,7 @@ class Param:
         if self.cut:
             axis = self.cut.axis % tensor.ndim
             tensor = tensor[(slice(None),) * axis + (self.cut.take,)]
-        return tensor
+        return np.pad(tensor, [(0, more) for more in self._pad]) if self.pad else tensor
 
 
 def stack_layers(layers: Sequence[Any]) -> list[Any]:

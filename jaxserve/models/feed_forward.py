@@ -13,10 +13,12 @@ from jaxserve.layers.linear import linear, linear_f32
 from jaxserve.layers.moe import experts, loads, route
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sizes import Mixture
+from pallas_kernels.op import platform
 from sharding.experts import mixture
 from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
+LINES = 256  # what kernels take of a matrix at a time: 128 lanes, of two codes each in four bits
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
@@ -71,32 +73,40 @@ def _dense_params(c: ModelConfig, at: str, f: int, bias: bool) -> Tree:
     return tree
 
 
+def _in_lines(n: int) -> int:
+    """A size of experts' matrices as kernels need it: 2880, as gpt-oss has it, becomes 3072 and the rest is zeros."""
+    return n if platform() == "cpu" else -(-n // LINES) * LINES
+
+
 def _expert_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
-    names, e, d, f = NAMES[m.names], m.routing.experts, c.hidden_size, m.ffn_size
+    names, e, d, f = NAMES[m.names], m.routing.experts, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
+    more_d, more_f = d - c.hidden_size, f - m.ffn_size
 
     def of_each(name: str) -> tuple[str, ...]:
         return tuple(f"{at}{names.experts.format(i)}{name}.weight" for i in range(e))
 
     return {
-        "gate": Param((e, f, d), ("experts", "ffn", None), of_each(names.gate)),
-        "up": Param((e, f, d), ("experts", "ffn", None), of_each(names.up)),
-        "down": Param((e, d, f), ("experts", None, "ffn"), of_each(names.down)),
+        "gate": Param((e, f, d), ("experts", "ffn", None), of_each(names.gate), pad=(more_f, more_d)),
+        "up": Param((e, f, d), ("experts", "ffn", None), of_each(names.up), pad=(more_f, more_d)),
+        "down": Param((e, d, f), ("experts", None, "ffn"), of_each(names.down), pad=(more_d, more_f)),
     }
 
 
 def _fused_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
     """gpt-oss: all experts in one tensor, stored [in, out], gate and up in turns."""
-    names, e, d, f = NAMES[m.names], m.routing.experts, c.hidden_size, m.ffn_size
+    names, e, d, f = NAMES[m.names], m.routing.experts, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
+    more_d, more_f, stored = d - c.hidden_size, f - m.ffn_size, 2 * m.ffn_size
     both, down = at + names.experts + names.gate, at + names.experts + names.down
-    even, odd = slice(0, 2 * f, 2), slice(1, 2 * f, 2)
+    even, odd = Cut(1, stored, slice(0, stored, 2)), Cut(1, stored, slice(1, stored, 2))
     wide, flat = ("experts", "ffn", None), ("experts", "ffn")
+    wide_pad, flat_pad = (0, more_f, more_d), (0, more_f)
     return {
-        "gate": Param((e, f, d), wide, both, swapped=True, cut=Cut(1, 2 * f, even)),
-        "up": Param((e, f, d), wide, both, swapped=True, cut=Cut(1, 2 * f, odd)),
-        "down": Param((e, d, f), ("experts", None, "ffn"), down, swapped=True),
-        "gate_bias": Param((e, f), flat, both + "_bias", cut=Cut(1, 2 * f, even)),
-        "up_bias": Param((e, f), flat, both + "_bias", cut=Cut(1, 2 * f, odd)),
-        "down_bias": Param((e, d), ("experts", None), down + "_bias"),
+        "gate": Param((e, f, d), wide, both, swapped=True, cut=even, pad=wide_pad),
+        "up": Param((e, f, d), wide, both, swapped=True, cut=odd, pad=wide_pad),
+        "down": Param((e, d, f), ("experts", None, "ffn"), down, swapped=True, pad=(0, more_d, more_f)),
+        "gate_bias": Param((e, f), flat, both + "_bias", cut=even, pad=flat_pad),
+        "up_bias": Param((e, f), flat, both + "_bias", cut=odd, pad=flat_pad),
+        "down_bias": Param((e, d), ("experts", None), down + "_bias", pad=(0, more_d)),
     }
 
 
@@ -114,7 +124,9 @@ def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool)
     ids, weights = route(m.routing, logits_TE, real, w.get("selection_bias"))
     sizes = loads(ids, m.routing.experts)
     run = partial(experts, clamp=m.clamp)
-    out, _ = mixture(run, x, ids, weights, w["experts"], m.routing.experts)
+    lines = jnp.pad(x, ((0, 0), (0, _in_lines(c.hidden_size) - c.hidden_size)))
+    out, _ = mixture(run, lines, ids, weights, w["experts"], m.routing.experts)
+    out = out[:, : c.hidden_size]
     if "shared" in w:
         out = out + _dense(c, w["shared"], x)
     inside = {"expert_loads": sizes}

@@ -45,7 +45,8 @@ def pack(param: Param, checkpoint: Checkpoint, sharding: NamedSharding | None = 
     for name in sources(param):
         w = checkpoint.packed(name)
         assert w is not None, name
-        parts.append(_rows(w, param.cut.take) if param.cut else w)
+        w = _rows(w, param.cut.take) if param.cut else w
+        parts.append(_padded(w, param.pad[-2:]) if any(param.pad) else w)
     if len(formats := {part.format for part in parts}) > 1:
         raise CheckpointError(
             "weights of one stack are stored in different formats, which kernels cannot take",
@@ -73,7 +74,9 @@ def bytes_saved(params: Any, checkpoint: Checkpoint, dtype: Any) -> int:
     """How much less memory a tree of `Param` takes with `low_bit` than in `dtype`."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
     low = [param for param in leaves if is_packable(param, checkpoint)]
-    return sum(math.prod(p.shape) * np.dtype(p.dtype or dtype).itemsize - packed_bytes(p, checkpoint) for p in low)
+    return sum(
+        math.prod(p.shape) * np.dtype(p.dtype or dtype).itemsize - packed_bytes(p, checkpoint) for p in low
+    )
 
 
 def sources(param: Param) -> tuple[str, ...]:
@@ -104,6 +107,21 @@ def _rows(w: QTensor, take: slice) -> QTensor:
     codes, scales = w.codes[..., take, :], w.scales[..., take, :]
     zeros = None if w.zeros is None else w.zeros[..., take, :]
     return QTensor(codes, scales, zeros, w.tensor_scale, format=w.format)
+
+
+def _padded(w: QTensor, more: tuple[int, ...]) -> QTensor:
+    """With rows and columns of zeros at its end: codes of 0 are zero in formats without zero points."""
+    assert w.zeros is None, w.format
+    (f, d), (rows, columns) = w.shape[-2:], w.format.block
+    wide = (f + more[0], d + more[1])
+
+    def grown(leaf: Any, to: tuple[int, int]) -> Any:
+        outer = [(0, 0)] * (leaf.ndim - 2)
+        return np.pad(leaf, [*outer, *((0, n - old) for n, old in zip(to, leaf.shape[-2:], strict=True))])
+
+    grid = -(-wide[0] // rows) if rows else 1, -(-wide[1] // columns) if columns else 1
+    codes = grown(w.codes, (wide[0], wide[1] * BITS[w.format.codes] // 8))
+    return QTensor(codes, grown(w.scales, grid), None, w.tensor_scale, format=w.format)
 
 
 def _divided(w: QTensor, sharding: NamedSharding, param: Param) -> QTensor:
