@@ -62,7 +62,8 @@ class CompiledStep:
 
 def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Format | None) -> Deployment:
     """The shapes of all that the engine would keep on this mesh, and where."""
-    params = model_for(model).params(model)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        params = model_for(model).params(model)
     params["layers"] = stack_layers(params["layers"])
     where = placement(mesh, model, params, stacked=True)
 
