@@ -18,10 +18,10 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.sizes import Latent
 from jaxserve.plan.cost import expanded_is_cheaper
 from pallas_kernels import chip
-from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.op import platform
 from pallas_kernels.pages import latent_page, plain_and_scales
-from sharding.kernels import page_write
+from sharding.context import all_rows, spread_attention
+from sharding.kernels import mla_attention, page_write
 from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
@@ -78,18 +78,24 @@ def attention(
     kv = linear(x, w["kv_a"], w.get("kv_a_bias"))
     latent = _padded(m, rms_norm(kv[:, : m.rank], w["kv_norm"], m.norm_eps))
     key_TR = _turned(m, kv[:, None, m.rank :], turn)[:, 0]
-    pages = page_write(pages, jnp.concatenate([latent, key_TR], axis=-1), batch.places)
-    attend = expanded if _expands(c, m, len(x), batch, page_size(pages), x.dtype.itemsize) else absorbed
+    rows = jnp.concatenate([latent, key_TR], axis=-1)
+    if batch.spread:
+        pages = page_write(pages, all_rows(rows), batch.places)
+        out_TNV = _spread(c, w, q_TNH, rows, batch)
+        return linear(out_TNV.reshape(len(x), -1), w["o"], w.get("o_bias")), pages
+    pages = page_write(pages, rows, batch.places)
+    seqs, context = batch.page_table.shape[0], batch.page_table.shape[1] * page_size(pages)
+    attend = expanded if expands(c, len(x), seqs, context, x.dtype.itemsize) else absorbed
     out_TNV = attend(c, w, q_TNH, pages, batch)
     return linear(out_TNV.reshape(len(x), -1), w["o"], w.get("o_bias")), pages
 
 
-def _expands(c: ModelConfig, m: Latent, tokens: int, batch: Batch, page: int, itemsize: int) -> bool:
-    """Decided by the sizes of the step and the chip, so that one of the forms is in the program."""
-    seqs, pages = batch.page_table.shape
+def expands(c: ModelConfig, tokens: int, seqs: int, context: int, itemsize: int) -> bool:
+    """Whether a step of this size makes keys and values again: its size and the chip decide, once for the program."""
+    m = _sizes(c)
     return tokens != seqs and expanded_is_cheaper(
         rank=m.rank, rope=m.rope_dim, made=m.nope_dim + m.value_dim, heads=c.heads, tokens=tokens, seqs=seqs,
-        context=pages * page, chip=chip.ambient() if platform() == "tpu" else None, itemsize=itemsize,
+        context=context, chip=chip.ambient() if platform() == "tpu" else None, itemsize=itemsize,
     )  # fmt: skip
 
 
@@ -100,14 +106,39 @@ def absorbed(c: ModelConfig, w: Tree, q: Array, pages: Any, batch: Batch) -> Arr
 
 def _absorbed(c: ModelConfig, w: Tree, q: Array, pages: Any, page_table, q_starts, kv_lens) -> Array:
     m = _sizes(c)
-    q_TNC = jnp.einsum("tnh,nhc->tnc", q[..., : m.nope_dim], w["k_up"], preferred_element_type=jnp.float32)
-    q_TNC = _padded(m, q_TNC.astype(q.dtype))
     out_TNC, _ = mla_attention(
-        q_TNC, q[..., m.nope_dim :], pages, page_table, q_starts, kv_lens, scale=c.attention_scale
+        _among_latents(m, w, q),
+        q[..., m.nope_dim :],
+        pages,
+        page_table,
+        q_starts,
+        kv_lens,
+        scale=c.attention_scale,
     )
-    out_TNC = out_TNC[..., : m.rank]
-    out_TNV = jnp.einsum("tnc,nvc->tnv", out_TNC, w["v_up"], preferred_element_type=jnp.float32)
-    return out_TNV.astype(q.dtype)
+    return _values(m, w, out_TNC)
+
+
+def _spread(c: ModelConfig, w: Tree, q: Array, rows: Array, batch: Batch) -> Array:
+    """The same for some rows of a prompt whose others are on the other devices of the context axis."""
+    m = _sizes(c)
+    queries = jnp.concatenate([_among_latents(m, w, q), q[..., m.nope_dim :]], axis=-1)
+    out_TNC = spread_attention(
+        queries, rows[:, None], batch.positions, batch.q_starts[1], scale=c.attention_scale, latent=_kept(m)
+    )
+    return _values(m, w, out_TNC)
+
+
+def _among_latents(m: Latent, w: Tree, q: Array) -> Array:
+    """[T, N, kept] of queries: what they are when multiplied into the space of latents."""
+    q_TNC = jnp.einsum("tnh,nhc->tnc", q[..., : m.nope_dim], w["k_up"], preferred_element_type=jnp.float32)
+    return _padded(m, q_TNC.astype(q.dtype))
+
+
+def _values(m: Latent, w: Tree, out_TNC: Array) -> Array:
+    """[T, N, V] of attended latents."""
+    latents = out_TNC[..., : m.rank]
+    values = jnp.einsum("tnc,nvc->tnv", latents, w["v_up"], preferred_element_type=jnp.float32)
+    return values.astype(out_TNC.dtype)
 
 
 def expanded(c: ModelConfig, w: Tree, q: Array, pages: Any, batch: Batch) -> Array:

@@ -1,12 +1,14 @@
 """A request's tokens, text and log-probabilities are those of the request alone, whatever else goes on."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.build import Built
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling.params import SamplingParams
 from tests.engines import Traffic, around, complete, counted, greedy
@@ -46,11 +48,15 @@ def _plain(built_id: int, kind: int) -> RequestOutput:
 BUILT = {}
 
 
+def alone(built: Built) -> Callable[[int], RequestOutput]:
+    """What a kind of request gets when it is alone: one step at a time, nothing cached."""
+    BUILT[id(built)] = built
+    return functools.partial(_plain, id(built))
+
+
 @pytest.fixture
 def plain(tiny):
-    """What a kind of request gets when it is alone: one step at a time, nothing cached."""
-    BUILT[id(tiny)] = tiny
-    return functools.partial(_plain, id(tiny))
+    return alone(tiny)
 
 
 def assert_same(got: RequestOutput, expected: RequestOutput) -> None:
@@ -143,15 +149,22 @@ WAYS = {
     "chunked": {"max_num_batched_tokens": 8},
     "crowded": {},
     "one_at_a_time": {"max_num_seqs": 1},
-    "preempted": {"pages": 40},
+    "preempted": {"pages": 34},
     "read_at_once": {"async_scheduling": False},
     "not_cached": {"enable_prefix_caching": False},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_request_at_once(tiny, plain, way):
-    engine = around(tiny, **WAYS[way])
+# Models with experts, one with a latent cache, one with sinks and windows.
+CASES = [("llama", way) for way in WAYS] + [
+    (arch, way) for arch in ("deepseek_v3", "gpt_oss") for way in ("chunked", "preempted")
+]
+
+
+@pytest.mark.parametrize("arch, way", CASES)
+def test_every_kind_of_request_at_once(tiny_of, arch, way):
+    built = tiny_of(arch)
+    engine, plain = around(built, **WAYS[way]), alone(built)
     traffic = Traffic(engine)
     for again in range(2):  # the second time with what the first has left in the cache
         for kind, (prompt, params) in enumerate(KINDS):

@@ -6,7 +6,8 @@ import pytest
 
 from tests.jaxserve.models.running import GOLDEN, Run, golden_config, golden_params, golden_prompts, stacked
 
-ARCHS = ["llama", "ministral3", "gemma2", "gemma3"]  # what depends on position or layer, each once
+# What depends on position or layer, each once.
+ARCHS = ["llama", "ministral3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
 
 
 def assert_same(got: np.ndarray, expected: np.ndarray):
