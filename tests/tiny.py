@@ -19,27 +19,45 @@ TEMPLATE = (
 )
 
 
+EXPERTS: dict[str, dict[str, Any]] = {  # what configs of models with experts say besides, by model_type
+    "deepseek_v3": {
+        "head_dim": None, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "sliding_window": None,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False,
+        },
+    },
+}  # fmt: skip
+
+
 def tiny_config(arch: str = "llama", vocab: int = 320, layers: int = 2, **fields: Any) -> dict[str, Any]:
     """A config.json of a model with some thousand weights; `fields` go in as they are."""
-    return {
-        "architectures": [arch.removesuffix("_text").capitalize() + "ForCausalLM"],
-        "model_type": arch,
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": None if arch in ("llama", "olmo2") else 16,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-    } | fields
+    return (
+        {
+            "architectures": [arch.removesuffix("_text").capitalize() + "ForCausalLM"],
+            "model_type": arch,
+            "vocab_size": vocab,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "sliding_window": None if arch in ("llama", "olmo2") else 16,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            "bos_token_id": 256,
+            "eos_token_id": 257,
+        }
+        | EXPERTS.get(arch, {})
+        | fields
+    )
 
 
 def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -49,8 +67,9 @@ def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     tensors = {}
     for leaf in leaves:
         names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
-        shape = leaf.shape if isinstance(leaf.source, str) else leaf.shape[1:]
-        tensors |= {name: _draw(rng, name, shape, config) for name in names}
+        tensors |= {
+            name: _draw(rng, name, leaf.stored_shape, config) for name in names if name not in tensors
+        }
     return tensors
 
 
@@ -60,7 +79,7 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: M
         return (1 - config.norm_offset + 0.1 * values).astype(np.float32)
     if len(shape) == 1:
         return values / 10
-    return values * np.float32(1.5 / shape[1] ** 0.5)
+    return values * np.float32(1.5 / shape[-1] ** 0.5)
 
 
 def tiny_checkpoint(
