@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
 from jaxserve.plan.collectives import Traffic, collectives
+from jaxserve.plan.roofline import is_matrix
 from jaxserve.step import Step
 from pallas_kernels.formats import Format, quantise
 from sharding.params import Param, stack_layers
@@ -69,7 +70,7 @@ def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Fo
 
     def shape(param: Param, sharding: Any) -> Any:
         dtype = jnp.dtype(param.dtype or config.dtype)
-        if experts is None or "experts" not in param.axes or len(param.part_shape) < 2:
+        if experts is None or "experts" not in param.axes or not is_matrix(param):
             return jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding)
         packed = jax.eval_shape(
             partial(quantise, format=experts), jax.ShapeDtypeStruct(param.shape, jnp.float32)

@@ -46,7 +46,8 @@ def roofline(
 ) -> Roofline:
     """`weights` as they lie on a device, `cache_bytes` of one token in all layers on a device."""
     read = sum(weight.nbytes * _hit(c, weight.param, load) for weight in weights)
-    read += load.seqs * load.context * cache_bytes
+    seen = sum(min(load.context, window or load.context) for window in c.windows) / c.num_layers
+    read += load.seqs * seen * cache_bytes
     flops = sum(2 * weight.elements * _rows(c, weight.param, load) for weight in weights if weight.multiplies)
     flops += load.tokens * attention_flops(c, load.context) * _heads_here(weights)
     return Roofline(
@@ -67,7 +68,13 @@ class Weight:
     def multiplies(self) -> bool:
         """Whether rows are multiplied with it: the embedding is only looked up, norms and biases are vectors."""
         source = self.param.source if isinstance(self.param.source, str) else self.param.source[0]
-        return len(self.param.part_shape) >= 2 and not source.endswith("embed_tokens.weight")
+        return is_matrix(self.param) and not source.endswith("embed_tokens.weight")
+
+
+def is_matrix(param: Param) -> bool:
+    """Whether a weight is a matrix, or one for each expert: not a vector for each."""
+    axes = param.axes[param.axes.index("experts") + 1 :] if "experts" in param.axes else param.part_shape
+    return len(axes) >= 2
 
 
 def weights_of(params: Any, arrays: Any, shardings: Any) -> list[Weight]:
