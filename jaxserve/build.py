@@ -57,7 +57,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
-    config = _with_dtypes(config, model_config)
+    config = _settled(config, model_config)
     params = model_for(model_config).params(model_config)
     stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
     if stacked:
@@ -129,13 +129,14 @@ def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:
     weakref.finalize(runner, stop).atexit = False
 
 
-def _with_dtypes(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The settings with no dtype left to "auto"."""
+def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The settings with nothing left to "auto"."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else model.dtype
     cache = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return replace(config, dtype=dtype, kv_cache_dtype=cache)
+    page = config.block_size or (16 if platform() == "cpu" else 128)
+    return replace(config, dtype=dtype, kv_cache_dtype=cache, block_size=page)
 
 
 def _keep_compiled(config: EngineConfig) -> None:

@@ -68,7 +68,9 @@ class EngineConfig:
         None, "size of the cache in bytes, instead of a fraction of memory"
     )
     num_gpu_blocks_override: int | None = setting(None, "number of cache pages, instead of a size")
-    block_size: int = setting(16, "tokens a cache page holds", aliases=("--page-size",))
+    block_size: int = setting(
+        0, "tokens a cache page holds (default: 16 on CPU, 128 elsewhere)", aliases=("--page-size",)
+    )
     enable_prefix_caching: bool = setting(True, "share cached pages between equal prompt beginnings")
     scheduling_policy: str = setting(
         "fcfs", "order of waiting requests: arrival, or priority then arrival", choices=("fcfs", "priority")
@@ -100,7 +102,6 @@ class EngineConfig:
             "expert_parallel_size",
             "max_num_seqs",
             "max_num_batched_tokens",
-            "block_size",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
             "max_num_queued_tokens",
@@ -108,8 +109,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
-        if self.max_num_queued_reqs < 0:
-            raise ConfigError(f"max_num_queued_reqs={self.max_num_queued_reqs} must not be negative")
+        for name in ("max_num_queued_reqs", "block_size"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 <= self.max_logprobs <= 20:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and 20")
         share = self.gpu_memory_utilization

@@ -124,6 +124,7 @@ def deployed(config: EngineConfig, slice_name: str) -> Deployment:
         config,
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        block_size=config.block_size or 128,
     )
     try:
         mesh = topology_for(config, model).mesh(model_sizes(model), slice_of(slice_name)[1])

@@ -139,10 +139,10 @@ def test_the_flags_of_serve_reach_the_server(monkeypatch):
 
 
 def test_the_command_line_starts_without_loading_jax():
-    run = "server.cli.main(['serve', 'x', '--block-size', '0'])"
+    run = "server.cli.main(['serve', 'x', '--block-size', '-1'])"
     code = f"import sys, server.cli; {run}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False" and "block_size=0" in done.stderr
+    assert done.stdout.strip() == "False" and "block_size=-1" in done.stderr
 
 
 def test_the_demo_model_is_a_file_and_other_names_stay():
