@@ -1,14 +1,20 @@
 """The arithmetic behind choices of form and size: experts hit by a batch, latent attention absorbed or expanded."""
 
+from collections.abc import Sequence
+
 from pallas_kernels.chip import Chip
 
 
-def hot_experts(tokens: float, experts: int, top: int) -> float:
-    """How many experts a step of `tokens` reads when each token chooses `top` of them at random: E(1 - (1 - k/E)^B).
+def hot_experts(tokens: float, experts: int, top: int, loads: Sequence[float] | None = None) -> float:
+    """How many experts a step of `tokens` reads, on average: the weight bytes of a mixture are this times one expert's.
 
-    Weight bytes of a mixture per step are this times one expert's. Routing that prefers some experts hits fewer.
+    E(1 - (1 - k/E)^B) where each token chooses its `top` at random. Real routing prefers some and hits fewer:
+    `loads`, the rows that each expert got so far, tells how often it is chosen.
     """
-    return experts * (1 - (1 - top / experts) ** tokens)
+    if loads is None:
+        return experts * (1 - (1 - top / experts) ** tokens)
+    total = sum(loads)
+    return sum(1 - (1 - min(1.0, top * load / total)) ** tokens for load in loads)
 
 
 def expanded_is_cheaper(
