@@ -87,6 +87,8 @@ async def prefill(body: Prefill, engine: Engine) -> StreamingResponse:
         raise ApiError(409, str(why), code="incompatible") from why
     except (KeyError, TypeError) as why:
         raise RequestError(f"request: {why}", param="request") from why
+    if body.skip < 0 or receiver.page_size < 1:
+        raise RequestError("skip must be at least 0, and the receiver's page_size at least 1", param="skip")
     request = engine.llm.check(request)
     lines = _lines(engine, request, receiver, body)
     return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -122,6 +124,10 @@ async def _lines(
             try:
                 message = await asyncio.wait_for(said.get(), BEAT)
             except TimeoutError:
+                health = engine.health()
+                if health.state in ("stalled", "dead"):
+                    yield _line(error_body(ApiError(503, f"the engine is {health.state}: {health.detail}")))
+                    return
                 beats += 1
                 yield _line({"beat": beats})
                 continue

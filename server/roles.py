@@ -20,6 +20,10 @@ class RoleConfig:
     prefill_url: tuple[str, ...] = setting(
         (), "workers that compute long prompts for this one, in turn; a router may name others"
     )
+    prefill_devices: int = setting(
+        0,
+        "devices of this process, beside the model's own, on which long prompts are computed (tensor parallel)",
+    )
     split_min_tokens: int = setting(
         256, "prompts of which fewer tokens are missing in the cache are computed here all the same"
     )
@@ -41,6 +45,11 @@ class RoleConfig:
             raise ConfigError(f"role={self.role!r} is unknown; use one of {', '.join(ROLES)}")
         if self.prefill_url and self.role not in ("decode", "both"):
             raise ConfigError("prefill_url has no effect without role=decode or role=both; set one of them")
+        if self.prefill_devices and (self.prefill_url or self.role is None):
+            raise ConfigError(
+                "prefill_devices is for prompts that this process computes itself: it needs role=decode or role=both, "
+                "and no prefill_url"
+            )
         for url in self.prefill_url:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"prefill_url={url!r} is no address; write http://HOST:PORT")

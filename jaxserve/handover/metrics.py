@@ -1,6 +1,6 @@
 """What is counted of prompts that come from other workers, or go there."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _SECONDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 5))
 REASONS = (
@@ -54,9 +54,6 @@ class HandoverMetrics:
             ["model_name", "reason"],
             registry=registry,
         )
-        self._held = Gauge(
-            "jaxserve:kv_transfer_leases", "Leases held now.", ["model_name"], registry=registry
-        )
         self._label = label
         for reason in REASONS:
             self._failures.labels(label, reason)
@@ -78,6 +75,3 @@ class HandoverMetrics:
 
     def on_expiry(self) -> None:
         self._expiries.inc()
-
-    def on_leases(self, held: int) -> None:
-        self._held.labels(self._label).set(held)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from jaxserve.request import Delta, Request
 from kv import wire
 from kv.transfer import Link, TransferError
 
-FETCHERS = 4  # threads that wait for blocks
+FETCHERS = 16  # threads that wait for blocks
 ENGINE_TIMEOUT = 60.0  # seconds: a step may compile
 
 
@@ -53,7 +54,7 @@ class Arrived:
     size: int  # bytes
     hidden: int  # of those, fetched before the first token was known
     seconds: float
-    release: Callable[[], Any]
+    release: Callable[[], None]
 
 
 @dataclass
@@ -111,13 +112,13 @@ class Receiver:
             await _answer(self._llm.call(lambda engine: self._pages.commit(held, tokens)))
             arrived = True
             return self._report(transfer, first, computed_at)
-        except (TransferError, OverloadedError, RequestError, EngineError) as why:
-            raise HandoverFailed(
-                "transfer" if isinstance(why, TransferError) else "refused", str(why)
-            ) from why
+        except (OverloadedError, RequestError, EngineError) as why:
+            raise HandoverFailed("refused", str(why)) from why
+        except (TransferError, OSError, RuntimeError, ValueError) as why:
+            raise HandoverFailed("transfer", str(why)) from why
         finally:
             if not arrived:
-                self._llm.call(lambda engine: self._pages.release(held))
+                self._release(held)
             if transfer and transfer.lease:
                 self._renewals.end(transfer.source, transfer.lease, transfer.blocks)
 
@@ -144,7 +145,7 @@ class Receiver:
 
     def _give_back(self, asked: Future) -> None:
         if not asked.cancelled() and not asked.exception() and asked.result() is not None:
-            self._llm.call(lambda engine: self._pages.release(asked.result()))
+            self._release(asked.result())
 
     async def _read(self, request: Request, transfer: _Transfer) -> tuple[Delta, float]:
         """(the first token, when it was known), with all blocks in their places."""
@@ -187,6 +188,8 @@ class Receiver:
             arrivals.put_nowait(failure)
 
     async def _store(self, block: Block, transfer: _Transfer, first_at: list[float]) -> None:
+        if block.pieces < 1 or self.handshake.row[0] % block.pieces:
+            raise HandoverFailed("corrupt", f"block {block.number} is in {block.pieces} pieces")
         if (block.number, block.start) != (transfer.blocks, transfer.at):
             raise HandoverFailed(
                 "corrupt", f"block {block.number} from token {block.start} is not the next one"
@@ -235,8 +238,11 @@ class Receiver:
             seconds=seconds,
             exposed=max(now - computed_at, 0.0),
         )
-        release = lambda: self._llm.call(lambda engine: self._pages.release(transfer.held))  # noqa: E731
+        release = partial(self._release, transfer.held)
         return Arrived(first, travelled, transfer.size, transfer.hidden, seconds, release)
+
+    def _release(self, held: Any) -> None:
+        self._llm.call(lambda engine: self._pages.release(held))
 
 
 async def _answer(asked: Future) -> Any:

@@ -1,9 +1,11 @@
 """From an engine and a role to a client that hands prompts over and takes them."""
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.async_llm import AsyncLLM
+from jaxserve.config import EngineConfig
 from jaxserve.handover.handshake import Handshake, fingerprint, versions
 from jaxserve.handover.metrics import HandoverMetrics
 from jaxserve.handover.pages import EnginePages
@@ -31,6 +33,7 @@ def connected(
     links: dict[str, Link],
     sources: list[Source],
     api_key: str | None = None,
+    beside: Split | None = None,
 ) -> Split:
     """The same with given links and sources of prompts."""
     engine: Any = llm._engine
@@ -68,7 +71,15 @@ def connected(
         least=roles.split_min_tokens,
         api_key=api_key,
         silence=roles.kv_silence_timeout,
+        beside=beside,
     )
+
+
+def beside(engine: EngineConfig, roles: RoleConfig) -> EngineConfig:
+    """An engine for prompts on the devices after those of `engine`, whose model it has."""
+    taken = engine.first_device + engine.tensor_parallel_size * engine.data_parallel_size
+    ways = roles.prefill_devices
+    return replace(engine, first_device=taken, tensor_parallel_size=ways, data_parallel_size=1)
 
 
 def paired(prefill: AsyncLLM, decode: AsyncLLM, roles: RoleConfig, name: str) -> Split:
@@ -78,4 +89,4 @@ def paired(prefill: AsyncLLM, decode: AsyncLLM, roles: RoleConfig, name: str) ->
     """
     links: dict[str, Link] = {"direct": DirectLink()}
     first = connected(prefill, roles, name, links, [])
-    return connected(decode, roles, name, links, [first.sender])
+    return connected(decode, roles, name, links, [first.sender], beside=first)

@@ -1,6 +1,5 @@
 """Another worker, over HTTP, as a source of prompts."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -79,10 +78,6 @@ class HttpWorker:
 
     def release(self, lease: str, read: int) -> bool:
         return self._blocking.delete(f"/internal/leases/{lease}?read={read}").status_code == 200
-
-    async def aclose(self) -> None:
-        await asyncio.gather(self._client.aclose(), return_exceptions=True)
-        self._blocking.close()
 
     def _refused(self, status: int, said: dict[str, Any]) -> HandoverFailed:
         error = said.get("error", {})
