@@ -40,20 +40,20 @@ def test_the_examples_of_the_api_print_what_the_page_says(compilation_cache_dir,
         assert out.getvalue() == expected, code
 
 
+OTHERS = re.compile(r"^\s*(RUN )?pip |-m bench\.|transformers serve")  # lines with flags of other programs
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_is_named_exists(page, capsys):
     parser = Parser(prog="bench")
     add_flags(parser, LoadConfig, title="load")
     known = parser.format_help()
-    for command in ("serve", "chat", "generate", "convert", "quantize", "eval"):
+    for command in ("serve", "chat", "generate", "convert", "quantize", "eval", "plan", "route"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         known += capsys.readouterr().out
-    known += " --peer-python --rounds --rows --windows --no-x --x --help"  # of bench's parts, and of none
-    known += " --no-deps --tasks --model-args"  # pip's and lm-eval's
-    lines = [
-        line for line in page.read_text().splitlines() if not line.lstrip().startswith(("pip", "RUN pip"))
-    ]
+    known += " --no-x --x --help --no-deps --tasks --model-args"  # of none, pip's and lm-eval's
+    lines = [line for line in page.read_text().splitlines() if not OTHERS.search(line)]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", "\n".join(lines)))
     assert {flag for flag in named if flag.replace("_", "-") not in known} == set()
 
