@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import triton_attention as attention
 from pallas_kernels.op import Unfit
+from pallas_kernels.pages import plain_and_scales
 from pallas_kernels.row_tiles import Tiles, row_tiles
 from pallas_kernels.triton_attention import LOG2_E, MASKED, State
 from pallas_kernels.triton_limits import check_addresses, layer_index, load
@@ -45,18 +46,28 @@ class Scalars(NamedTuple):
     tiles: Tiles
     shift: Array  # [B + 1]: row t of this step stands at position t + shift; nobody's rows come last
     length: Array  # [B + 1]
+    first_new: Array  # [B + 1]: position of the first of this step's tokens
     table: Array  # [B, P]
     layer: Array  # [1]
     window: Array  # [1]
 
 
+class Options(NamedTuple):
+    """What a call may have; None where it does not."""
+
+    scales: Array | None  # [L, pages, 2, K, page]
+    sinks: Array | None  # [N]
+    tree: Array | None  # [T]
+
+
 def paged_attention(
-    q, pages, page_table, q_starts, kv_lens, *, scale, layer=None, window=None, soft_cap=None, sinks=None
-):
+    q, pages, page_table, q_starts, kv_lens, *,
+    scale, layer=None, window=None, soft_cap=None, sinks=None, tree=None,
+):  # fmt: skip
     """See `reference.paged_attention`. Heads of up to 256, a multiple of 16; pages of any size."""
-    _check(q, pages)
-    pages = pages if layer is not None else pages[None]
-    (t, n, _), k, b = q.shape, pages.shape[2], kv_lens.shape[0]
+    values, scales = (x if x is None or layer is not None else x[None] for x in plain_and_scales(pages))
+    _check(q, values, scales)
+    (t, n, _), k, b = q.shape, values.shape[2], kv_lens.shape[0]
     g = n // k
     s = _static(q, k, b)._replace(scale=scale * LOG2_E, soft_cap=soft_cap, windowed=window is not None)
     starts = jnp.arange(b + 1, dtype=jnp.int32) if t == b else q_starts
@@ -65,30 +76,35 @@ def paged_attention(
         tiles = Tiles(at, at * g, at * g + g)
     else:
         tiles = row_tiles(starts * g, t * g, s.rows)
-    s = s._replace(parts=attention.parts(tiles.owner.shape[0] * k, page_table.shape[1] * pages.shape[4]))
+    s = s._replace(parts=attention.parts(tiles.owner.shape[0] * k, page_table.shape[1] * values.shape[4]))
     nobody = jnp.zeros(1, jnp.int32)
     seen = jnp.int32(0) if window is None else jnp.asarray(window, jnp.int32)
     scalars = Scalars(
         tiles,
         jnp.append(kv_lens - starts[1:], nobody),
         jnp.append(kv_lens, nobody),
+        jnp.append(kv_lens - starts[1:] + starts[:-1], nobody),
         page_table,
         layer_index(layer),
         jnp.where(seen > 0, seen, np.int32(1 << 30)).reshape(1),
     )
-    return _launch(s, scalars, q, pages, sinks)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    # Where every sequence has one row, it is the only guess.
+    return _launch(s, scalars, Options(scales, sinks, None if t == b else tree), q, values)
 
 
-def _check(q, pages) -> None:
+def _check(q, values, scales) -> None:
     """Refuse what the tensor cores or the addresses do not fit."""
     h = q.shape[-1]
-    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise Unfit(f"queries are {q.dtype}; use bfloat16, float16 or float32")
+    if scales is None and q.dtype != values.dtype:
         raise Unfit(
-            f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16, float16 or float32"
+            f"queries are {q.dtype} and the cache, which has no scales, is {values.dtype}; use one type"
         )
     if h % 16 or h > 256:
         raise Unfit(f"head size {h}: use a multiple of 16 up to 256")
-    check_addresses(pages=pages)
+    check_addresses(pages=values)
 
 
 def _static(q, k: int, b: int) -> Static:
@@ -103,18 +119,18 @@ def _static(q, k: int, b: int) -> Static:
     return Static(rows, keys, 1, columns, 1.0, None, False, warps, stages)
 
 
-def _launch(s: Static, scalars: Scalars, q, pages, sinks) -> Array:
-    (t, n, h), k = q.shape, pages.shape[2]
+def _launch(s: Static, scalars: Scalars, options: Options, q, values) -> Array:
+    (t, n, h), k = q.shape, values.shape[2]
     out_shape = [jax.ShapeDtypeStruct((s.parts, t, n, h), q.dtype if s.parts == 1 else jnp.float32)]
     if s.parts > 1:
         out_shape.append(jax.ShapeDtypeStruct((s.parts, t, n), jnp.float32))
     out = pl.pallas_call(
-        functools.partial(_body, s, n // k, sinks is not None),
+        functools.partial(_body, s, n // k),
         grid=(scalars.tiles.owner.shape[0], k, s.parts),
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=s.warps, num_stages=s.stages),
         name="paged_attention",
-    )(scalars, q, pages, *([] if sinks is None else [sinks.astype(jnp.float32)]))
+    )(scalars, options, q, values)
     return out[0][0] if s.parts == 1 else _together(*out).astype(q.dtype)
 
 
@@ -132,10 +148,11 @@ class _Tile(NamedTuple):
     length: Array  # keys that some row sees
     sequence: Array
     window: Array
+    tree: Array | None  # [rows]
+    first_new: Array
 
 
-def _body(s: Static, g: int, has_sinks: bool, scalars: Scalars, q, pages, *refs) -> None:
-    sinks, out, *sizes = refs if has_sinks else (None, *refs)
+def _body(s: Static, g: int, scalars: Scalars, options: Options, q, values, out, *sizes) -> None:
     i, k, part = (pl.program_id(axis) for axis in range(3))
     first, end, sequence = scalars.tiles.first[i], scalars.tiles.end[i], scalars.tiles.owner[i]
     row = first + lax.iota(jnp.int32, s.rows)
@@ -151,48 +168,66 @@ def _body(s: Static, g: int, has_sinks: bool, scalars: Scalars, q, pages, *refs)
         jnp.where(end > first, length, 0),
         sequence,
         scalars.window[0],
+        None if options.tree is None else load(options.tree.at[token], mine),
+        scalars.first_new[sequence],
     )
     state = attention.nothing_seen(s.rows, s.columns)
-    if sinks is not None:
+    if options.sinks is not None:
         once = mine & (part == 0)
-        sink = load(sinks.at[head], mine) * LOG2_E
+        sink = load(options.sinks.at[head], mine) * LOG2_E
         state = State(jnp.where(once, sink, MASKED), jnp.where(once, 1.0, 0.0), state.sums)
     high = pl.cdiv(tile.length, s.keys)
     low = lax.div(jnp.maximum(lowest - tile.window + 1, 0), s.keys) if s.windowed else jnp.int32(0)
     low, high = attention.share(low, high, s.parts, part)
-    step = functools.partial(_block, s, scalars, pages, k, tile)
+    step = functools.partial(_block, s, scalars, options, values, k, tile)
     # Blocks that all rows see whole need no masks.
-    edge = low if s.windowed else jnp.clip(lax.div(lowest + 1, s.keys), low, jnp.maximum(low, high))
+    whole = lax.div(lowest + 1 if tile.tree is None else tile.first_new, s.keys)
+    edge = low if s.windowed else jnp.clip(whole, low, jnp.maximum(low, high))
     state = lax.fori_loop(low, edge, functools.partial(step, False), state)
     state = lax.fori_loop(edge, high, functools.partial(step, True), state)
-    values = attention.output(state).astype(out.dtype)
-    triton.store(out.at[part, token[:, None], head[:, None], column[None]], values, mask=here)
+    result = attention.output(state).astype(out.dtype)
+    triton.store(out.at[part, token[:, None], head[:, None], column[None]], result, mask=here)
     for ref in sizes:
         triton.store(ref.at[part, token, head], attention.log_sum(state), mask=mine)
 
 
-def _block(s: Static, scalars: Scalars, pages, k, tile: _Tile, masked: bool, i, state: State) -> State:
+def _block(
+    s: Static, scalars: Scalars, options: Options, pages, k, tile: _Tile, masked: bool, i, state: State
+):
     """`state` after one more block of keys."""
-    page, h = pages.shape[-2], pages.shape[-1] // 2
+    page, h, dtype = pages.shape[-2], pages.shape[-1] // 2, tile.q.dtype
     at = i * s.keys + lax.iota(jnp.int32, s.keys)
     column = lax.iota(jnp.int32, s.columns)
     written = at < tile.length if masked else None
-    ids = load(scalars.table.at[tile.sequence, lax.div(at, page)], written)
+    ids, offset = load(scalars.table.at[tile.sequence, lax.div(at, page)], written), lax.rem(at, page)
     here = None if h == s.columns else (column < h)[None]
     if written is not None:
         here = written[:, None] if here is None else written[:, None] & here
-    where = (scalars.layer[0], ids[:, None], k, lax.rem(at, page)[:, None])
-    keys = load(pages.at[(*where, column[None])], here)
-    values = load(pages.at[(*where, h + column[None])], here)
+    where = (scalars.layer[0], ids[:, None], k, offset[:, None])
+    keys = load(pages.at[(*where, column[None])], here).astype(dtype)
+    values = load(pages.at[(*where, h + column[None])], here).astype(dtype)
     scores = attention.product(tile.q, keys, 1) * s.scale
+    scale_of_values = None
+    if options.scales is not None:
+        scores *= load(options.scales.at[scalars.layer[0], ids, 0, k, offset], written)[None]
+        scale_of_values = load(options.scales.at[scalars.layer[0], ids, 1, k, offset], written)
     if s.soft_cap is not None:
         scores = _capped(scores, s.soft_cap * LOG2_E)
-    seen = None
-    if written is not None:
-        seen = (at[None] <= tile.position[:, None]) & written[None]
-        if s.windowed:
-            seen &= at[None] > tile.position[:, None] - tile.window
-    return attention.with_block(state, scores, seen, values)
+    seen = None if written is None else _seen(s, tile, at[None]) & written[None]
+    return attention.with_block(state, scores, seen, values, scale_of_values)
+
+
+def _seen(s: Static, tile: _Tile, at: Array) -> Array:
+    """[rows, keys]: whether the row may see the key at each position."""
+    position = tile.position[:, None]
+    seen = at <= position
+    if s.windowed:
+        seen &= at > position - tile.window
+    if tile.tree is not None:
+        guess = at - tile.first_new
+        bit = (tile.tree[:, None] >> jnp.clip(guess, 0, 31)) & 1
+        seen &= (guess < 0) | (bit == 1) | (at == position)
+    return seen
 
 
 def _capped(scores: Array, cap: float) -> Array:
