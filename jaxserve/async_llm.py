@@ -19,6 +19,7 @@ from jaxserve.errors import EngineError, OverloadedError, RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.pace import StepTimes
 from jaxserve.request import Delta, Request
+from jaxserve.trace import Trace
 from kv.events import Events
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,10 @@ class AsyncLLM:
         served_model_name: str | None = None,
         build: Callable[[EngineConfig, Metrics, Events], Built] = build,
         **settings: Any,
+        trace: Trace | None = None,
     ):
-        """`served_model_name` is what the metrics call the model; `build` makes the engine."""
+        """`served_model_name` is what the metrics call the model; `build` makes the engine; `trace` is handed the
+        timeline of each request that ends."""
         config = engine_config(model, settings)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry, served_model_name or config.model)
@@ -106,6 +109,9 @@ class AsyncLLM:
         self._engine = built.engine
         self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
         self._served: dict[str, Deltas] = {}  # of those in the engine; only its thread looks here
+        self._engine.trace = trace
+        if isinstance(built.crew, Leader):
+            built.crew.on_lost = self._lose
         self._queued: dict[str, int] = {}  # submitted and not started: request id to prompt tokens
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()

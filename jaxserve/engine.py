@@ -24,6 +24,8 @@ from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Chunk, Plan, Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.text import Tokenizer
+from jaxserve.timeline import spans
+from jaxserve.trace import Trace
 
 CORRUPTED = (
     "the model's logits were not finite for this request (NaN or infinity), so it was ended; other requests are "
@@ -60,6 +62,7 @@ class Engine:
         self.limits, self.config, self.metrics = limits, config, metrics
         self.ongoing: dict[str, Ongoing] = {}
         self.started: list[str] = []  # requests whose first tokens the last step launched
+        self.trace: Trace | None = None  # is handed the timeline of each request that ends
         self.read: Plan | None = None  # of the step that was read last, if the last call read one
         self._launched: Launched | None = None
         self._seeds = random.Random(config.seed)
@@ -293,6 +296,9 @@ class Engine:
     def _close(self, ongoing: Ongoing) -> None:
         del self.ongoing[ongoing.request.request_id]
         now, arrived, params = time.monotonic(), ongoing.arrived, ongoing.request.params
+        if self.trace:
+            for span in spans(ongoing, time.monotonic()):
+                self.trace(span)
         started = ongoing.started or now
         first_token = ongoing.first_token or now
         self.metrics.on_finished(

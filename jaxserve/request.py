@@ -23,6 +23,7 @@ class Request:
     generated: list[int] = field(
         default_factory=list
     )  # output made elsewhere already: the request goes on after it, and hands back only what is new
+    trace_id: str | None = None  # what its timeline is filed under, if not its own id
     prefill_url: str | None = None  # the worker that is to compute the prompt, if not this one
     watch: Callable[[Sequence], None] | None = None  # told of every launched step, on the engine's thread
 

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
-from server import admin, errors, openai_chat, openai_completions, tokenization
+from server import admin, errors, feed, openai_chat, openai_completions, tokenization
 from server.auth import ApiKeys
 from server.config import ServerConfig
 from server.connection import ClientGone
@@ -25,8 +25,16 @@ def create_app(engine: Any, config: ServerConfig | None = None) -> FastAPI:
         tokenization.router,
         admin.router,
         admin.health,
+        feed.router,
     ):
         app.include_router(router)
+    dress(app, config)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def dress(app: FastAPI, config: ServerConfig) -> None:
+    """What every application of ours has around its routes: error bodies, keys, ids, origins."""
     errors.install(app, HINTS)
     app.add_exception_handler(ClientGone, _nobody_to_answer)
     if config.api_key:
@@ -40,8 +48,6 @@ def create_app(engine: Any, config: ServerConfig | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER, "Retry-After"],
         )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return app
 
 
 async def _nobody_to_answer(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from jaxserve.demo import resolve_demo
 from jaxserve.errors import ConfigError, JaxserveError
 from server.flags import Parser, add_flags, add_foreign_flags, config_from
 
+_OF_A_MODEL = ("served_model_name", "sse_keep_alive_interval")  # settings that a router leaves to its workers
 _MODEL_HELP = "a folder, a .gguf file, a hub name, or demo:smollm2 (the small model of the demo extra)"
 
 
@@ -53,6 +54,7 @@ Each command has its own --help.""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_chat(commands)
+    _add_route(commands)
     _add_generate(commands)
     _add_convert(commands)
     _add_quantize(commands)
@@ -62,7 +64,8 @@ Each command has its own --help.""",
 
 
 def _command(commands, name: str, run: Callable, *, help: str, epilog: str) -> Parser:
-    usage = f"jaxserve {name} {'SRC DST [flags]' if name in ('convert', 'quantize') else '[MODEL] [flags]'}"
+    operands = {"convert": "SRC DST ", "quantize": "SRC DST ", "route": ""}.get(name, "[MODEL] ")
+    usage = f"jaxserve {name} {operands}[flags]"
     description = help[0].upper() + help[1:] + "."
     parser = commands.add_parser(name, help=help, usage=usage, description=description, epilog=epilog)
     parser.set_defaults(run=run, parser=parser)
@@ -92,6 +95,24 @@ def _add_serve(commands) -> None:
 
 def _add_chat(commands) -> None:
     parser = _command(
+def _add_route(commands) -> None:
+    from server.config import ServerConfig
+    from server.router.config import RouterConfig
+
+    parser = _command(
+        commands,
+        "route",
+        _route,
+        help="one address in front of many workers",
+        epilog="""examples:
+  jaxserve route --workers http://10.0.0.1:8000 http://10.0.0.2:8000 --port 9000
+  jaxserve route --workers-file workers.txt --tokenizer /models/Llama-3.2-1B-Instruct
+  jaxserve route --workers-dns http://workers.default.svc:8000 --hedge-after 2""",
+    )
+    add_flags(parser, RouterConfig, title="route")
+    add_flags(parser, ServerConfig, title="server", skip=_OF_A_MODEL)
+
+
         commands,
         "chat",
         _chat,
@@ -279,6 +300,18 @@ def _quantize(args: argparse.Namespace) -> None:
 
     report = quantize(config_from(args, QuantizeConfig, source=resolve_demo(args.src)), args.dst)
     found = report["evaluation"]
+def _route(args: argparse.Namespace) -> None:
+    from server.config import ServerConfig
+    from server.router.config import RouterConfig
+
+    router = config_from(args, RouterConfig)
+    if router.tokenizer:
+        router = dataclasses.replace(router, tokenizer=resolve_demo(router.tokenizer))
+    from server.router.serve import run
+
+    run(router, config_from(args, ServerConfig))
+
+
     print(f"weights: {report['bytes_before'] / 1e6:.1f} MB -> {report['bytes_after'] / 1e6:.1f} MB")
     print(
         f"perplexity: {found['reference_perplexity']:.3f} -> {found['perplexity']:.3f} on {found['tokens']} tokens"

@@ -40,6 +40,12 @@ class ServerConfig:
         False,
         "read special tokens written in user messages as such; any user can then forge system turns",
     )
+    trace_file: str | None = setting(
+        None, "write each request's timeline there, as JSON lines", metavar="FILE"
+    )
+    otlp_endpoint: str | None = setting(
+        None, "send each request's timeline to this OpenTelemetry collector (OTLP over HTTP)", metavar="URL"
+    )
     max_body_bytes: int = setting(16 * 2**20, "largest request body; bigger ones are answered 413")
     uvicorn_log_level: str = setting(
         "info",

@@ -52,6 +52,7 @@ async def chat_completions(
         body.cache_salt or "",
         generated=body.generated_token_ids or [],
         prefill_url=prefill_url(served, request),
+        trace_id=name,
     )
     generation = await Generation.start(served, [asked])
     answer = ChatAnswer(served, body, generation, f"chatcmpl-{name}", model)

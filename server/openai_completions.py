@@ -69,6 +69,7 @@ async def _requests(
                 body.cache_salt or "",
                 generated=body.generated_token_ids or [],
                 prefill_url=prefill,
+                trace_id=name,
             )
         )
     return requests

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.trace import open_trace
 from server.app import create_app
 from server.auth import OPEN
 from server.config import ServerConfig
@@ -35,8 +36,9 @@ def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
     name = next(iter(config.served_model_name), None)
 
     def load() -> Any:
-        llm = AsyncLLM(engine, served_model_name=name)
+        llm = AsyncLLM(engine, served_model_name=name, trace=trace)
         if roles.role is None:
+    trace = open_trace(config.trace_file, config.otlp_endpoint, "jaxserve")
             return llm
         from server.clients.start import with_role
 
@@ -49,13 +51,13 @@ def serve(
     load: Callable[[], Any], engine: EngineConfig, config: ServerConfig, *, hands_over: bool = False
 ) -> None:
     """Serve the engine that `load` makes; until it is there, health says starting and requests get 503."""
-    sock = _listen(config)
+    sock = listen(config)
     app = create_app(Starting(engine), config)
     if hands_over:
         from server import handover
 
         app.include_router(handover.router)
-    server = _Server(app, config)
+    server = Server(app, config)
     loader = threading.Thread(target=server.load, args=(load,), name="load", daemon=True)
     loader.start()
     try:
@@ -90,8 +92,11 @@ class NotYet(NamedTuple):
     detail: str = "the model is being loaded"
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that drains the engine before it closes its socket, so that newcomers are told 503 meanwhile."""
+class Server(uvicorn.Server):
+    """uvicorn that drains what it serves (`app.state.served`) before it closes its socket.
+
+    So newcomers are told 503 meanwhile.
+    """
 
     def __init__(self, app: FastAPI, config: ServerConfig):
         super().__init__(
@@ -137,10 +142,9 @@ class _Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
-        engine, timeout = self._app.state.served.engine, self._settings.shutdown_timeout
-        if not isinstance(engine, Starting):
-            log.info("Told to stop: running requests have %g s to finish; a second signal stops now", timeout)
-            await engine.drain(timeout)
+        timeout = self._settings.shutdown_timeout
+        log.info("Told to stop: running requests have %g s to finish; a second signal stops now", timeout)
+        await self._app.state.served.drain(timeout)
         self.should_exit = True
 
 
@@ -149,7 +153,7 @@ def _is_news(access: logging.LogRecord) -> bool:
     return not (isinstance(access.args, tuple) and access.args[2] in OPEN)
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     """The listening socket, taken before the model is loaded, which would be for nothing if it cannot be had."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family)

@@ -61,6 +61,11 @@ class Served:
             )
         return model
 
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, and let running ones finish for up to `timeout` seconds."""
+        if self.engine.health().state != "starting":
+            await self.engine.drain(timeout)
+
     def check_ready(self) -> None:
         """Refuse while the engine cannot take requests."""
         self.check_loaded()

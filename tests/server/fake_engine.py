@@ -9,11 +9,14 @@ from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from jaxserve.async_llm import Load
 from jaxserve.config import EngineConfig
 from jaxserve.errors import OverloadedError, RequestError
 from jaxserve.metrics import Metrics
+from jaxserve.pace import StepTimes
 from jaxserve.request import Delta, Logprob, Request
 from jaxserve.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
+from kv.events import Events
 
 WORDS = "Grüße aus der Küche! 🎉 one two three\nfour five 六七 eight nine ten, and so on."
 TEMPLATE = (
@@ -74,6 +77,7 @@ class FakeEngine:
     def __post_init__(self):
         self.metrics = Metrics(CollectorRegistry(), "fake")
         self.registry = self.metrics.registry
+        self.cache_events, self.step_times = Events(), StepTimes()
         self._stopping = asyncio.Event()
 
     def health(self) -> FakeHealth:
@@ -88,6 +92,9 @@ class FakeEngine:
             raise RequestError("a token of the prompt is not in the vocabulary", param="prompt")
         self.seen.append(request)
         return Stream(self, request)
+
+    def load(self) -> Load:
+        return Load(len(self.active), 0, 0, 0.0)
 
     async def drain(self, timeout: float) -> None:
         self.state = "draining"
@@ -164,7 +171,8 @@ class FakeEngine:
                 safe += rest + ("" if matched else stops.flush())
             finish = "stop" if ended or matched else "length" if i + 1 == limit else None
             logprobs = None if params.logprobs is None else [self._logprobs(token, params.logprobs)]
-            yield Delta(index, safe, [token], logprobs, finish_reason=finish, stop_reason=matched)
+            if i >= len(request.generated):
+                yield Delta(index, safe, [token], logprobs, finish_reason=finish, stop_reason=matched)
             if finish:
                 return
 

@@ -1,0 +1,1 @@
+"""`jaxserve route`: one OpenAI address in front of many workers."""
