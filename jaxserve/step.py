@@ -23,8 +23,14 @@ from jaxserve.sampling.logprobs import score
 from jaxserve.sampling.params import MAX_LOGPROBS
 from jaxserve.sampling.sample import Sampled, sample
 from jaxserve.sampling.state import SlotState
+from pallas_kernels.op import platform
+from sharding.kernels import whole
 from sharding.rules import batch_axes
 
+COMPILER_OPTIONS = {
+    # On TPU7x XLA otherwise wants weights in tiles of 16 x 128, and copies all of them into such in every step.
+    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+}
 SCORED_AT_ONCE = 64  # rows whose logits are in memory together when a prompt's log-probabilities are due
 
 
@@ -66,6 +72,7 @@ class Step:
             static_argnames="bucket",
             donate_argnames=("pool", "state"),
             out_shardings=None if placement is None else _out_shardings(placement),
+            compiler_options=COMPILER_OPTIONS.get(platform()),
         )
 
     def __call__(self, params, pool, state: SlotState, flat: Array | np.ndarray, bucket: Bucket):
@@ -123,7 +130,8 @@ def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, buc
     batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
     hidden_TD, pool, inside = model.forward(config, params, batch, pool)
     logits_BV = model.logits(config, params, hidden_TD[reads.rows])
-    sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
+    # One exchange of logits, not one for every question that sampling asks of the vocabulary.
+    sampled, state = sample(whole(logits_BV), knobs, state, reads.slots, reads.valid)
     scores = _score(partial(model.logits, config, params), hidden_TD, reads.targets)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
     return StepOutput(read, sampled, scores, hidden_TD, inside.get("expert_loads")), pool, state

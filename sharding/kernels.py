@@ -88,6 +88,11 @@ def embedding(table: Shaped[Array, "V D"], tokens: Int[Array, "T"]) -> Shaped[Ar
     return mapped(local, vocab, (P(vocab), P()), P())(table, tokens)
 
 
+def whole(x: Array) -> Array:
+    """`x` in full on each of the devices that share heads, where it was divided among them."""
+    return lax.with_sharding_constraint(x, P(*[None] * x.ndim)) if divided(TENSOR) else x
+
+
 def divided(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of `axes` that divide arrays which the code here sees as whole: not those of a `shard_map` around it."""
     mesh = jax.sharding.get_abstract_mesh()

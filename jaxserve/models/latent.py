@@ -4,10 +4,12 @@ Of a token only its latent and one rotary key are kept. Queries are multiplied i
 there (absorbed), or keys and values are made from the latents again (expanded): the same in exact arithmetic.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.batch import Batch
 from jaxserve.layers.expanded import expanded_attention
@@ -21,7 +23,8 @@ from pallas_kernels import chip
 from pallas_kernels.op import platform
 from pallas_kernels.pages import latent_page, plain_and_scales
 from sharding.context import all_rows, spread_attention
-from sharding.kernels import mla_attention, page_write
+from sharding.kernels import divided, everywhere, mla_attention, page_write
+from sharding.mesh import TENSOR
 from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
@@ -142,20 +145,29 @@ def _values(m: Latent, w: Tree, out_TNC: Array) -> Array:
 
 
 def expanded(c: ModelConfig, w: Tree, q: Array, pages: Any, batch: Batch) -> Array:
-    """The same with keys and values made again; sequences of one row, which gain nothing by it, are absorbed."""
-    m, (b, t) = _sizes(c), (len(batch.kv_lens), len(q))
-    up = [_padded(m, w[name]) for name in ("k_up", "v_up")]
+    """The same with keys and values made again, of its heads on each device."""
+    tensor = divided(TENSOR)
+    heads = P(None, tensor)
+    return everywhere(
+        partial(_expanded, c), tensor, (heads, P(), P(), P(), P(), P(tensor), P(tensor)), heads, {},
+        q, pages, batch.page_table, batch.q_starts, batch.kv_lens, w["k_up"], w["v_up"],
+    )  # fmt: skip
+
+
+def _expanded(c: ModelConfig, q: Array, pages: Any, page_table, q_starts, kv_lens, k_up, v_up) -> Array:
+    """Sequences of one row, which gain nothing by it, are absorbed."""
+    m, (b, t) = _sizes(c), (len(kv_lens), len(q))
     out = expanded_attention(
-        q, pages, batch.page_table, batch.q_starts, batch.kv_lens, *up,
+        q, pages, page_table, q_starts, kv_lens, _padded(m, k_up), _padded(m, v_up),
         scale=c.attention_scale, shortest=1 if b == 1 else 2,
     )  # fmt: skip
     if b == 1:
         return out
-    single = batch.q_starts[1:] - batch.q_starts[:-1] == 1
-    at = jnp.where(single, batch.q_starts[:-1], t)
+    single = q_starts[1:] - q_starts[:-1] == 1
+    at = jnp.where(single, q_starts[:-1], t)
     ones = _absorbed(
-        c, w, jnp.take(q, at, axis=0, mode="clip"), pages, batch.page_table,
-        jnp.arange(b + 1, dtype=jnp.int32), jnp.where(single, batch.kv_lens, 0),
+        c, {"k_up": k_up, "v_up": v_up}, jnp.take(q, at, axis=0, mode="clip"), pages, page_table,
+        jnp.arange(b + 1, dtype=jnp.int32), jnp.where(single, kv_lens, 0),
     )  # fmt: skip
     return out.at[at].set(ones, mode="drop")
 
