@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.pages import ScaledPages, plain_and_scales
+
 
 @dataclass(frozen=True)
 class Case:
@@ -21,11 +23,14 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    tree: bool = False  # guesses that branch
+    cache: str | None = None  # type of the pages; None: that of the queries
 
     def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(positional, keyword) arguments with random values; places of the cache that nobody wrote hold NaN."""
         rng = np.random.default_rng(seed)
         (q, pages, table, starts, lens), options = self.shapes(dtype)
+        pages, scales = plain_and_scales(pages)
         values = rng.normal(size=pages.shape).astype(np.float32)
         unwritten = np.ones(pages.shape[-5:-3] if self.layers else pages.shape[:1], bool)[..., None]
         unwritten = np.repeat(unwritten, self.page, axis=-1)
@@ -34,12 +39,19 @@ class Case:
                 unwritten[..., row[s // self.page], s % self.page] = False
         values[np.broadcast_to(unwritten[..., None, :, None], values.shape)] = np.nan
         values[..., 0, :, :, :] = np.nan
+        values = jnp.asarray(values * 50 if pages.dtype == jnp.int8 else values).astype(pages.dtype)
+        if scales is not None:
+            values = ScaledPages(
+                jnp.where(values == 0, jnp.zeros_like(values), values), _scales(rng, scales.shape, unwritten)
+            )
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
         if self.sinks:
             options["sinks"] = jnp.asarray(rng.normal(size=self.heads[0]), jnp.float32)
+        if self.tree:
+            options["tree"] = jnp.asarray(rng.integers(0, 2**31, size=q.shape[0]), jnp.int32)
         q = jnp.asarray(rng.normal(size=q.shape), dtype)
-        return (q, jnp.asarray(values, dtype), *map(jnp.asarray, (table, starts, lens))), options
+        return (q, values, *map(jnp.asarray, (table, starts, lens))), options
 
     def shapes(self, dtype) -> tuple[tuple, dict[str, Any]]:
         """The same without values: lengths and page tables as numbers, the rest as shapes."""
@@ -55,9 +67,16 @@ class Case:
             options["layer"] = np.int32(self.layers - 1)
         if self.sinks:
             options["sinks"] = jax.ShapeDtypeStruct((n,), jnp.float32)
+        t = sum(self.new) + self.padding
+        if self.tree:
+            options["tree"] = jax.ShapeDtypeStruct((t,), jnp.int32)
+        pages = jax.ShapeDtypeStruct((*stack, 1 + sum(counts), k, self.page, 2 * h), self.cache or dtype)
+        if self.cache:
+            scales = jax.ShapeDtypeStruct((*pages.shape[:-3], 2, k, self.page), jnp.float32)
+            pages = ScaledPages(pages, scales)
         return (
-            jax.ShapeDtypeStruct((sum(self.new) + self.padding, n, h), dtype),
-            jax.ShapeDtypeStruct((*stack, 1 + sum(counts), k, self.page, 2 * h), dtype),
+            jax.ShapeDtypeStruct((t, n, h), dtype),
+            pages,
             table,
             np.concatenate([[0], np.cumsum(self.new)]).astype(np.int32),
             np.array(self.lens, np.int32),
@@ -69,19 +88,48 @@ class Case:
         return np.asarray(out, np.float32)[rows]
 
 
+def _scales(rng, shape, unwritten) -> jax.Array:
+    """Scales of tokens; NaN for those that nobody wrote."""
+    scales = rng.uniform(0.01, 0.1, size=shape).astype(np.float32)
+    return jnp.asarray(np.where(unwritten[..., None, None, :], np.nan, scales))
+
+
+FP8, INT8 = "float8_e4m3fn", "int8"
+
 TINY = {
     "decode": Case((4, 2, 64), new=(1, 1, 0, 1), lens=(150, 1, 0, 37), window=40, sinks=True, padding=1),
     "chunk": Case((4, 2, 128), new=(23,), lens=(150,), layers=2, padding=9, soft_cap=5.0),
     "mixed": Case((6, 2, 64), new=(1, 18, 3, 0, 1), lens=(20, 30, 130, 0, 5), window=100, padding=4),
+    "decode, FP8": Case(
+        (6, 2, 64), new=(1, 1, 0), lens=(150, 1, 0), page=128, layers=2, sinks=True, cache=FP8
+    ),
+    "tree, INT8": Case(
+        (4, 2, 64),
+        new=(7, 1, 12, 0),
+        lens=(30, 9, 140, 0),
+        page=128,
+        padding=2,
+        tree=True,
+        sinks=True,
+        cache=INT8,
+    ),
 }
 
 REAL = {
     "llama-70b decode": Case((64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2),
     "llama-70b decode, pages of 16": Case((64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=16, layers=2),
+    "llama-70b decode, FP8": Case(
+        (64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2, cache=FP8
+    ),
+    "llama-70b decode, INT8": Case(
+        (64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2, cache=INT8
+    ),
     "llama-70b prefill": Case((64, 8, 128), new=(8192,), lens=(8192,), page=128, layers=2),
     "llama-8b mixed": Case(
         (32, 8, 128), new=(1,) * 62 + (962, 1024), lens=(2048,) * 62 + (962, 8192), page=64, layers=2
     ),
+    "llama-8b prefill, FP8": Case((32, 8, 128), new=(4096,), lens=(4096,), page=128, layers=2, cache=FP8),
+    "llama-8b tree": Case((32, 8, 128), new=(16,) * 16, lens=(4096,) * 16, page=64, layers=2, tree=True),
     "llama-8b verify": Case((32, 8, 128), new=(4,) * 32, lens=(4096,) * 32, page=64, layers=2),
     "smollm2 decode": Case((9, 3, 64), new=(1,) * 32, lens=(1000,) * 32, page=16, layers=2),
     "qwen2.5-7b chunk": Case((28, 4, 128), new=(2048,), lens=(4000,), page=32, layers=2),

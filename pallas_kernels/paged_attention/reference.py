@@ -3,10 +3,13 @@
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
+
+from pallas_kernels.pages import ScaledPages, plain_and_scales
 
 KEYS_AT_ONCE = 128  # keys of one block: few that no row sees, and scores that stay in a core's cache
 KEYS_OF_ONE_ROW = 64  # the same for sequences of one row: what is gathered stays in a core's own cache
@@ -18,9 +21,18 @@ class Form(NamedTuple):
     """What is the same for every block of one call."""
 
     pages: Array  # [pages, K, page, 2H]
+    scales: Array | None  # [pages, 2, K, page]
     scale: float
     window: Array | None  # []: keys a query sees, itself included
     soft_cap: float | None
+
+
+class Rows(NamedTuple):
+    """Where the query rows of one block stand, each [B, R]."""
+
+    position: Array
+    tree: Array | None  # which of the sequence's new tokens the row sees
+    first_new: Array  # position of the sequence's first new token
 
 
 class Partial(NamedTuple):
@@ -33,7 +45,7 @@ class Partial(NamedTuple):
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    pages: Float[Array, "*L pages K page 2*H"],
+    pages: Float[Array, "*L pages K page 2*H"] | ScaledPages,
     page_table: Int[Array, "B P"],
     q_starts: Int[Array, "B+1"],
     kv_lens: Int[Array, "B"],
@@ -43,6 +55,7 @@ def paged_attention(
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
+    tree: Int[Array, "T"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of every sequence's newest tokens over all its keys and values.
 
@@ -53,38 +66,51 @@ def paged_attention(
 
     A query at position p sees positions p - window < s <= p (`window` None or <= 0: all up to p). `soft_cap` bends the
     scores to cap * tanh(score / cap) (Gemma 2). `sinks` adds one more score a head to the softmax, without
-    a value (gpt-oss). Scores and sums are float32; rows of no sequence come back as anything finite.
+    a value (gpt-oss). `tree` is for guesses that branch: row t does not see the sequence's new token i < 32 unless it
+    is itself, or comes before and bit i of tree[t] is set. A cache in 8 bits is `ScaledPages(values, scales)`: scales
+    [pages, 2, K, page] float32 multiply the tokens' keys and values (`pallas_kernels.pages`).
+
+    Scores and sums are float32; rows of no sequence come back as anything finite.
     """
+    values, scales = plain_and_scales(pages)
     if layer is not None:
-        page_table, pages = page_table + layer * pages.shape[1], pages.reshape(-1, *pages.shape[2:])
-    (t, n, h), (b, k) = q.shape, (kv_lens.shape[0], pages.shape[1])
+        page_table, values = page_table + layer * values.shape[1], values.reshape(-1, *values.shape[2:])
+        scales = None if scales is None else scales.reshape(-1, *scales.shape[2:])
+    (t, n, h), (b, k) = q.shape, (kv_lens.shape[0], values.shape[1])
     full = None if window is None else jnp.where(jnp.asarray(window) > 0, window, np.int32(2**30))
-    form = Form(pages, scale, full, soft_cap)
+    form = Form(values, scales, scale, full, soft_cap)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(k, n // k)
     q_TKGH = q.reshape(t, k, n // k, h)
     new = q_starts[1:] - q_starts[:-1]
     if t == b:
-        out = _attend(form, q_TKGH[:, None], kv_lens - 1, page_table, kv_lens, sinks_KG)[:, 0]
+        out = _attend(form, q_TKGH[:, None], _one_row(kv_lens), page_table, kv_lens, sinks_KG)[:, 0]
     else:
-        out = _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks_KG)
+        out = _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks_KG)
     return out.reshape(t, n, h).astype(q.dtype)
 
 
-def _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks):
+def _one_row(kv_lens: Array) -> Rows:
+    return Rows(kv_lens[:, None] - 1, None, kv_lens[:, None] - 1)
+
+
+def _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks):
     """Sequences of many rows block by block, one after the other; those of one row all together."""
     t, b = q_TKGH.shape[0], kv_lens.shape[0]
     rows = min(t, ROWS_AT_ONCE)
     padded = jnp.pad(q_TKGH, ((0, rows), (0, 0), (0, 0), (0, 0)))
+    trees = None if tree is None else jnp.pad(tree, (0, rows))
 
     def block(s, i, out):
         first = q_starts[s] + i * rows
-        length = jnp.minimum(kv_lens[s], kv_lens[s] - new[s] + (i + 1) * rows)
+        old = kv_lens[s] - new[s]
+        positions = old + i * rows + jnp.arange(rows, dtype=jnp.int32)
+        seen = None if trees is None else lax.dynamic_slice_in_dim(trees, first, rows)[None]
         got = _attend(
             form,
             lax.dynamic_slice_in_dim(padded, first, rows)[None],
-            (kv_lens[s] - new[s] + i * rows)[None],
+            Rows(positions[None], seen, jnp.full_like(positions, old)[None]),
             lax.dynamic_slice_in_dim(page_table, s, 1),
-            length[None],
+            jnp.minimum(kv_lens[s], old + (i + 1) * rows)[None],
             sinks,
         )
         # Rows past the sequence's end spill into the next one, which comes later and writes its own.
@@ -98,19 +124,20 @@ def _ragged(form, q_TKGH, q_starts, new, page_table, kv_lens, sinks):
     single = new == 1
     at = jnp.where(single, q_starts[:-1], t)
     lens = jnp.where(single, kv_lens, 0)
-    ones = _attend(form, padded[at][:, None], lens - 1, page_table, lens, sinks)[:, 0]
+    ones = _attend(form, padded[at][:, None], _one_row(lens), page_table, lens, sinks)[:, 0]
     return out.at[at].set(ones)[:t]
 
 
-def _attend(form, q_BRKGH, first, page_table, kv_lens, sinks):
-    """R consecutive rows of each sequence from position `first[b]` on -> [B, R, K, G, H] float32."""
+def _attend(form, q_BRKGH, rows: Rows, page_table, kv_lens, sinks):
+    """R rows of each sequence -> [B, R, K, G, H] float32."""
     b, r, k, g, h = q_BRKGH.shape
     page = form.pages.shape[2]
+    first = rows.position[:, 0]
     wanted = KEYS_OF_ONE_ROW if r == 1 else KEYS_AT_ONCE
     pages_at_once = min(page_table.shape[1], max(1, wanted // page))
     q_BKRH = (q_BRKGH.transpose(0, 2, 3, 1, 4)).reshape(b, k, g * r, h)
-    positions = jnp.tile(first[:, None] + jnp.arange(r, dtype=jnp.int32)[None], (1, g))
-    step = partial(_block, form, q_BKRH, positions, kv_lens, page_table, pages_at_once)
+    rows = jax.tree.map(lambda x: jnp.tile(x, (1, g)), rows)
+    step = partial(_block, form, q_BKRH, rows, kv_lens, page_table, pages_at_once)
     state = Partial(
         jnp.full((b, k, g * r), MASKED, jnp.float32),
         jnp.zeros((b, k, g * r), jnp.float32),
@@ -132,7 +159,7 @@ def _attend(form, q_BRKGH, first, page_table, kv_lens, sinks):
     return out.reshape(b, k, g, r, h).transpose(0, 3, 1, 2, 4)
 
 
-def _block(form, q_BKRH, positions, kv_lens, page_table, pages_at_once, i, state):
+def _block(form, q_BKRH, rows: Rows, kv_lens, page_table, pages_at_once, i, state):
     """`state` after one more block of keys: pages i * pages_at_once onwards of every sequence."""
     (b, k, _, h), page = q_BKRH.shape, form.pages.shape[2]
     count = page_table.shape[1]
@@ -140,34 +167,54 @@ def _block(form, q_BKRH, positions, kv_lens, page_table, pages_at_once, i, state
     begin = jnp.minimum(i * pages_at_once, count - pages_at_once)
     keys = pages_at_once * page
     ids = lax.dynamic_slice_in_dim(page_table, begin, pages_at_once, axis=1)
-    rows = ids[:, None, :] * k + jnp.arange(k, dtype=jnp.int32)[None, :, None]
+    of_head = ids[:, None, :] * k + jnp.arange(k, dtype=jnp.int32)[None, :, None]
     flat = form.pages.reshape(-1, page, 2 * h)
     # Two gathers: cutting one in halves afterwards is a copy more.
-    k_BKSH = flat[rows, :, :h].reshape(b, k, keys, h)
-    v_BKSH = flat[rows, :, h:].reshape(b, k, keys, h)
+    k_BKSH = flat[of_head, :, :h].reshape(b, k, keys, h).astype(q_BKRH.dtype)
+    v_BKSH = flat[of_head, :, h:].reshape(b, k, keys, h).astype(q_BKRH.dtype)
     at = begin * page + jnp.arange(keys, dtype=jnp.int32)
     written = (at[None] < kv_lens[:, None]) & (at >= i * keys)[None, :]
     # A page may still hold what another request left there, NaN included: 0 * NaN must not reach the sum.
     v_BKSH = jnp.where(written[:, None, :, None], v_BKSH, jnp.zeros((), v_BKSH.dtype))
     scores = jnp.einsum("bkrh,bksh->bkrs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32) * form.scale
+    v_scale = None
+    if form.scales is not None:
+        scales = jnp.where(
+            written[:, None, None], form.scales[ids].transpose(0, 2, 3, 1, 4).reshape(b, 2, k, keys), 0.0
+        )
+        scores, v_scale = scores * scales[:, 0, :, None], scales[:, 1, :, None]
     if form.soft_cap is not None:
         scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
-    seen = written[:, None, :] & (at[None, None] <= positions[:, :, None])
-    if form.window is not None:
-        seen &= at[None, None] > positions[:, :, None] - form.window
+    seen = written[:, None, :] & _seen(rows, at, form.window)
     scores = jnp.where(seen[:, None], scores, MASKED)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     shrink = jnp.exp(state.top - top)
     weights = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0.0)
+    weight = state.weight * shrink + jnp.sum(weights, -1)
+    if v_scale is not None:
+        weights = weights * v_scale
     sums = jnp.einsum(
         "bkrs,bksh->bkrh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
     )
-    return Partial(top, state.weight * shrink + jnp.sum(weights, -1), state.sums * shrink[..., None] + sums)
+    return Partial(top, weight, state.sums * shrink[..., None] + sums)
+
+
+def _seen(rows: Rows, at, window):
+    """[B, R, S]: whether the row may see the key at each position `at` [S]."""
+    position, at = rows.position[..., None], at[None, None]
+    seen = at <= position
+    if window is not None:
+        seen &= at > position - window
+    if rows.tree is not None:
+        guess = at - rows.first_new[..., None]
+        bit = jnp.right_shift(rows.tree[..., None], jnp.clip(guess, 0, 31)) & 1
+        seen &= (guess < 0) | (bit == 1) | (at == position)
+    return seen
 
 
 def cost(
     q: Array,
-    pages: Array,
+    pages: Array | ScaledPages,
     page_table: Array,
     q_starts: Array,
     kv_lens: Array,
@@ -179,12 +226,13 @@ def cost(
 
     Every key and value that some row sees is read once; scores that no row sees are not computed.
     """
-    (_, n, h), (k, _, w) = q.shape, pages.shape[-3:]
+    values, scales = plain_and_scales(pages)
+    (_, n, h), (k, _, w) = q.shape, values.shape[-3:]
+    token = k * (w * values.dtype.itemsize + (0 if scales is None else 8))
     new, lens = np.diff(np.asarray(q_starts)), np.asarray(kv_lens)
     seen = np.concatenate([np.arange(s - r + 1, s + 1) for r, s in zip(new, lens, strict=True)])
     span = np.where(new > 0, lens, 0)
     if window is not None and window > 0:
         seen, span = np.minimum(seen, window), np.minimum(span, window + new - 1)
     pairs = int(np.sum(seen))
-    cache = int(np.sum(span)) * k * w * pages.dtype.itemsize
-    return 4 * pairs * n * h, cache + 2 * int(np.sum(new)) * n * h * q.dtype.itemsize
+    return 4 * pairs * n * h, int(np.sum(span)) * token + 2 * int(np.sum(new)) * n * h * q.dtype.itemsize

@@ -20,18 +20,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip, tuning
 from pallas_kernels.op import Unfit
-from pallas_kernels.paged_attention import tpu_body
-from pallas_kernels.paged_attention.tpu_body import LANES, Pairs, Static
+from pallas_kernels.paged_attention import tpu_body, tpu_many
+from pallas_kernels.paged_attention.tpu_walk import LANES, Form, Pairs, Static
+from pallas_kernels.pages import plain_and_scales
 
 BLOCK_BYTES = 2 << 20  # of keys and values fetched at once: long enough to hide the latency of the next copy
-SCORE_ROWS = 256  # query rows multiplied at once with a block of keys
+MOST_ROWS = 2048  # query rows of a head multiplied at once with a block of keys
+MOST_SCORES = 1 << 20  # of one step, float32 in VMEM
+MOST_QUERIES = (
+    1 << 14
+)  # tokens times heads of a tile; queries, results and sums take some 30 MB with heads of 128
+NARROW = ("v6e", "tpu7x")  # chips that take exponentials of bfloat16
 
 
 class Blocks(NamedTuple):
-    """How the work is cut: `rows` tokens a tile where sequences bring many, `keys` fetched at once."""
+    """How the work is cut."""
 
-    rows: int
-    keys: int
+    rows: int  # tokens of a tile, where sequences bring many
+    keys: int  # fetched at once
+    many: int  # the same for tiles of many rows, whose scores must be small enough
 
 
 def paged_attention(
@@ -46,37 +53,43 @@ def paged_attention(
     window=None,
     soft_cap=None,
     sinks=None,
+    tree=None,
     blocks=None,
 ):
     """See `reference.paged_attention`. Heads of 64, 128, 192 or 256; pages of 16 tokens (float32: 8) or more."""
     if layer is None:
-        pages, layer = pages[None], np.int32(0)
+        pages, layer = jax.tree.map(lambda x: x[None], pages), np.int32(0)
+    pages, scales = plain_and_scales(pages)
     t, b = q.shape[0], kv_lens.shape[0]
-    _check(q, pages, page_table)
+    _check(q, pages, scales, page_table)
     blocks = _blocks(q, pages, page_table, b, blocks)
     call = functools.partial(
-        _launch, pages, page_table, layer, window, sinks,
-        form=tpu_body.Form(scale=scale, soft_cap=soft_cap, windowed=window is not None), keys=blocks.keys,
+        _launch, pages, scales, page_table, layer, window, sinks,
+        form=Form(scale, soft_cap, window is not None, scales is not None, sinks is not None, False),
     )  # fmt: skip
     lens, new = kv_lens, q_starts[1:] - q_starts[:-1]
     if t == b:
-        return call(q, _one_row_pairs(lens, window, blocks.keys), rows=1)
+        return call(q, _one_row_pairs(lens, window, blocks.keys), rows=1, keys=blocks.keys)
     many = jnp.where(new > 1, lens, 0) if b > 1 else lens
-    out = call(q, _pairs(t, q_starts, lens, many, window, blocks), rows=blocks.rows)
+    pairs = _pairs(t, q_starts, lens, many, window, blocks)
+    out = call(q, pairs, rows=blocks.rows, keys=blocks.many, tree=tree)
     if b == 1:
         return out
     at = jnp.where(new == 1, q_starts[:-1], t)
     ones = _one_row_pairs(jnp.where(new == 1, lens, 0), window, blocks.keys)
-    return out.at[at].set(call(q.at[at].get(mode="clip"), ones, rows=1), mode="drop")
+    found = call(q.at[at].get(mode="clip"), ones, rows=1, keys=blocks.keys)
+    return out.at[at].set(found, mode="drop")
 
 
-def _check(q, pages, page_table) -> None:
+def _check(q, pages, scales, page_table) -> None:
     """Refuse what the tiles of the chip do not fit."""
     h, (page, width) = q.shape[-1], pages.shape[-2:]
-    smallest = 32 // pages.dtype.itemsize
-    if q.dtype != pages.dtype or pages.dtype not in (jnp.bfloat16, jnp.float32):
+    smallest = 32 // pages.dtype.itemsize if scales is None else LANES
+    known = (q.dtype,) if scales is None else (jnp.float8_e4m3fn, jnp.int8)
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype not in known:
         raise Unfit(
-            f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16 or both float32"
+            f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16 or both float32, or the "
+            f"cache float8_e4m3fn or int8 with scales"
         )
     if width % LANES or h > 256:
         raise Unfit(
@@ -104,26 +117,34 @@ def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> B
         "row_bytes": row_bytes,
     }
     found = blocks or tuning.nearest("paged_attention", here, key) or _rule(t // b, n, row_bytes)
-    unit = math.lcm(page, LANES)
-    keys = min(found["keys"], context)
-    return Blocks(
-        found["rows"], max(unit, -(-keys // unit) * unit if keys < found["keys"] else keys // unit * unit)
-    )
+    unit = math.lcm(page, tpu_many.UNIT)
+    keys = min(found["keys"], -(-context // unit) * unit)
+    fit = MOST_SCORES // _at_once(n // k * found["rows"])
+    keys, many = (max(unit, x // unit * unit) for x in (keys, min(keys, fit)))
+    return Blocks(found["rows"], keys, many)
 
 
 def _rule(rows: int, heads: int, row_bytes: int) -> dict[str, int]:
     """Short tiles where sequences bring a few rows (verification), else as tall as VMEM lets many heads be."""
     return {
-        "rows": 16 if rows <= 16 else min(256, max(16, 8192 // heads & -16)),
+        "rows": 16 if rows <= 16 else min(512, max(16, MOST_QUERIES // heads & -16)),
         "keys": BLOCK_BYTES // row_bytes,
     }
+
+
+def _at_once(height: int) -> int:
+    """How many of a head's query rows are multiplied together: an equal share of all, in whole units."""
+    units = -(-height // tpu_many.UNIT)
+    if height < tpu_many.UNIT:
+        return LANES if height <= LANES else tpu_many.UNIT
+    return tpu_many.UNIT * max(i for i in range(1, MOST_ROWS // tpu_many.UNIT + 1) if units % i == 0)
 
 
 def _one_row_pairs(lens: Array, window, keys: int) -> Pairs:
     """Sequence b's one row is tile b."""
     b = lens.shape[0]
     at = jnp.arange(b, dtype=jnp.int32)
-    return _finished(Pairs(at, at, at, at + 1, lens - 1 - at, lens, lens, lens), window, keys)
+    return _finished(Pairs(at, at, at, at + 1, lens - 1 - at, lens - 1, lens, lens, lens), window, keys)
 
 
 def _pairs(t: int, q_starts: Array, kv_lens: Array, seen: Array, window, blocks: Blocks) -> Pairs:
@@ -138,7 +159,8 @@ def _pairs(t: int, q_starts: Array, kv_lens: Array, seen: Array, window, blocks:
     shift = kv_lens[seq] - q_starts[seq + 1]
     length = jnp.where(real & (seen[seq] > 0), shift + end, 0)
     tile = jnp.minimum(first // blocks.rows, tiles - 1)
-    return _finished(Pairs(tile, seq, first, end, shift, length, length, length), window, blocks.keys)
+    old = kv_lens[seq] - (q_starts[seq + 1] - q_starts[seq])
+    return _finished(Pairs(tile, seq, first, end, shift, old, length, length, length), window, blocks.many)
 
 
 def _finished(pairs: Pairs, window, keys: int) -> Pairs:
@@ -150,9 +172,7 @@ def _finished(pairs: Pairs, window, keys: int) -> Pairs:
     needs = jnp.where(pairs.length > 0, jnp.arange(count, dtype=jnp.int32), count)
     from_here = lax.cummin(needs, reverse=True)
     pairs = pairs._replace(low=low, next=jnp.append(from_here[1:], np.int32(count)))
-    return Pairs(
-        *(jnp.append(column, column.dtype.type(count if i == 7 else 0)) for i, column in enumerate(pairs))
-    )
+    return Pairs(*(jnp.append(x, np.int32(count if i == len(pairs) - 1 else 0)) for i, x in enumerate(pairs)))
 
 
 def _keys_seen(window) -> Array:
@@ -160,13 +180,18 @@ def _keys_seen(window) -> Array:
     return jnp.where(window > 0, window, np.int32(2**30))
 
 
-def _launch(pages, page_table, layer, window, sinks, q, pairs: Pairs, *, form, rows: int, keys: int) -> Array:
+def _launch(
+    pages, scales, page_table, layer, window, sinks, q, pairs: Pairs, *, form: Form, rows: int, keys: int, tree=None
+) -> Array:  # fmt: skip
     """Attention of `q` in tiles of `rows` tokens -> [T, N, H]."""
     (t, n, h), (_, _, k, page, width) = q.shape, pages.shape
     g, tiles, here = n // k, -(-t // rows), chip.ambient()
     q_tiles, height = _tiled(q, k, rows, width)
-    at_once = max(i for i in range(8, SCORE_ROWS + 1, 8) if height % i == 0)
-    static = Static(form, rows, keys, page, page_table.shape[1], k, height, h, width, at_once)
+    static = Static(
+        form._replace(tree=tree is not None), rows, keys, page, page_table.shape[1], k, height, h, width,
+        at_once=height if rows == 1 else _at_once(height),
+        narrow=rows > 1 and q.dtype == jnp.bfloat16 and here.name in NARROW,
+    )  # fmt: skip
     cores = min(here.cores, tiles)
     scalars = (
         _shares(pairs, cores, keys),
@@ -174,29 +199,31 @@ def _launch(pages, page_table, layer, window, sinks, q, pairs: Pairs, *, form, r
         page_table.reshape(-1),
         *pairs,
     )
-    out_width = q_tiles.shape[-1]
-    tile_spec = pl.BlockSpec(
-        (1, k, height, out_width), functools.partial(_tile_of, count=pairs.tile.shape[0] - 1)
-    )
+    of_tile = functools.partial(_tile_of, count=pairs.tile.shape[0] - 1)
+    tile_spec = pl.BlockSpec((1, *q_tiles.shape[1:]), of_tile)
     inputs, specs = [q_tiles], [tile_spec]
     if sinks is not None:
         inputs.append(_tiled_sinks(sinks, k, rows, height))
         specs.append(pl.BlockSpec((k, height, LANES), lambda *_: (0, 0, 0)))
+    if tree is not None:
+        inputs.append(_tiled_tree(tree, g, rows, static))
+        specs.append(pl.BlockSpec((1, *inputs[-1].shape[1:]), of_tile))
+    memories = [pages] if scales is None else [pages, scales]
     out = pl.pallas_call(
-        functools.partial(tpu_body.body, static, len(scalars), sinks is not None),
+        functools.partial(tpu_body.body, static, len(scalars)),
         out_shape=jax.ShapeDtypeStruct(q_tiles.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, pairs.tile.shape[0] - 1),
-            in_specs=[*specs, pl.BlockSpec(memory_space=pltpu.HBM)],
+            in_specs=[*specs, *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(memories)],
             out_specs=tile_spec,
-            scratch_shapes=tpu_body.scratch(static, pages.dtype),
+            scratch_shapes=tpu_body.scratch(static, q.dtype, pages.dtype),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=here.vmem_bytes * 7 // 8
         ),
         name=f"paged_attention_{rows}",
-    )(*scalars, *inputs, pages)
+    )(*scalars, *inputs, *memories)
     return _untiled(out, t, n, g, rows, h)
 
 
@@ -224,7 +251,8 @@ def _tiled(q: Array, k: int, rows: int, width: int) -> tuple[Array, int]:
     g, tiles = n // k, -(-t // rows)
     q = jnp.pad(q, ((0, tiles * rows - t), (0, 0), (0, 0))).reshape(tiles, rows, k, g, h)
     q = q.transpose(0, 2, 3, 1, 4).reshape(tiles, k, g * rows, h)
-    height = -(-g * rows // 8) * 8
+    unit = 8 if rows == 1 else LANES if g * rows <= LANES else tpu_many.UNIT
+    height = -(-g * rows // unit) * unit
     lanes = h if h % LANES == 0 else width
     return jnp.pad(q, ((0, 0), (0, 0), (0, height - g * rows), (0, lanes - h))), height
 
@@ -240,3 +268,11 @@ def _tiled_sinks(sinks: Array, k: int, rows: int, height: int) -> Array:
     sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(k, -1) * math.log2(math.e), rows, axis=1)
     sinks = jnp.pad(sinks, ((0, 0), (0, height - sinks.shape[1])))
     return jnp.broadcast_to(sinks[..., None], (k, height, LANES))
+
+
+def _tiled_tree(tree: Array, g: int, rows: int, s: Static) -> Array:
+    """[tiles, 1, chunks, at_once]: each query row's bits."""
+    tiles = -(-tree.shape[0] // rows)
+    bits = jnp.pad(tree.astype(jnp.int32), (0, tiles * rows - tree.shape[0])).reshape(tiles, rows)
+    bits = jnp.pad(jnp.tile(bits, (1, g)), ((0, 0), (0, s.height - g * rows)))
+    return bits.reshape(tiles, 1, s.chunks, s.at_once)

@@ -134,7 +134,7 @@ def test_kernel_compiles_for_chips_that_are_not_here(tpu_compiler, op, case, chi
     topology = EIGHT[chip.name] if several else chip.topology
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     args, kwargs = case.shapes(jnp.bfloat16)
-    arrays = {name: kwargs.pop(name) for name in ("layer", "sinks") if name in kwargs}
+    arrays = {name: kwargs.pop(name) for name in ("layer", "sinks", "tree") if name in kwargs}
     mesh, kernel = placed(case, devices, lambda *a, **k: op.using("tpu")(*a, **k, **kwargs))
     place = NamedSharding(mesh, PartitionSpec(case.axis if several else None))
     args, arrays = jax.tree.map(

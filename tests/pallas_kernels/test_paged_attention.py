@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import paged_attention, reference
+from pallas_kernels.pages import ScaledPages
 
 
 def by_hand(q, keys, values, scale, window, soft_cap, sinks):
@@ -128,3 +129,46 @@ def test_page_write_puts_each_row_in_its_place_without_a_copy():
     np.testing.assert_array_equal(got[1, :, 1], rows[0])
     np.testing.assert_array_equal(got[2, :, 3], rows[1])
     assert float(jnp.abs(got).sum()) == float(rows.sum())
+
+
+def test_each_guess_of_a_tree_sees_its_own_branch():
+    parents = [None, 0, 0, 1, 2, 2]
+    q, pages, table, starts, lens, sequences = laid_out(
+        np.random.default_rng(0), [6, 1, 3], [9, 5, 20], page=4
+    )
+    branches = [[t] for t in range(6)]
+    for t, parent in enumerate(parents):
+        if parent is not None:
+            branches[t] = branches[parent] + [t]
+    bits = [sum(1 << i for i in branch[:-1]) for branch in branches]
+    tree = jnp.array([*bits, 0, 0, 1, 3], jnp.int32)
+    got = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=0.3, tree=tree)
+    (k, v), (chain_k, chain_v) = sequences[0], sequences[2]
+    for t, branch in enumerate(branches):
+        seen = np.array([*range(9), *(9 + i for i in branch)])
+        want = by_hand(q[t : t + 1], k[seen], v[seen], 0.3, None, None, None)
+        np.testing.assert_allclose(got[t : t + 1], want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        got[7:], by_hand(q[7:], chain_k, chain_v, 0.3, None, None, None), rtol=2e-5, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("cache, error", [("float8_e4m3fn", 2**-4), ("int8", 2**-6)])
+def test_a_cache_in_eight_bits_keeps_keys_and_values_to_their_own_scales(cache, error):
+    """Rows far apart in size are written in 8 bits, and attended as what was stored."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(10, 2, 16)).astype(np.float32) * np.repeat([1.0, 1e-3], 8).astype(np.float32)
+    places = jnp.arange(4, 14, dtype=jnp.int32)
+    empty = ScaledPages(jnp.zeros((5, 2, 4, 16), cache), jnp.zeros((5, 2, 2, 4)))
+    pages = page_write(empty, jnp.asarray(rows), places)
+    assert isinstance(pages, ScaledPages)
+    scales = np.repeat(np.moveaxis(np.asarray(pages.scales), 1, -1), 8, axis=-1)
+    stored = (np.asarray(pages.values, np.float32) * scales).swapaxes(1, 2).reshape(20, 2, 16)[4:14]
+    largest = np.abs(rows.reshape(10, 2, 2, 8)).max(-1, keepdims=True)
+    wrong = np.abs(stored - rows).reshape(10, 2, 2, 8) / largest
+    assert wrong.max() < error
+    q = rng.normal(size=(3, 4, 8)).astype(np.float32)
+    table, starts, lens = jnp.array([[1, 2, 3]]), jnp.array([0, 3]), jnp.array([10])
+    got = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.3)
+    want = by_hand(q, stored[..., :8], stored[..., 8:], 0.3, None, None, None)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-8)
