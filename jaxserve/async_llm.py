@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry
 from jaxserve.build import Built, build
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.errors import EngineError, OverloadedError, RequestError
+from jaxserve.errors import ConfigError, EngineError, OverloadedError, RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.pace import StepTimes
 from jaxserve.request import Delta, Request
 from jaxserve.trace import Trace
 from kv.events import Events
+from sharding.hosts import Leader
 
 log = logging.getLogger(__name__)
 STALLED_AFTER = 60.0  # seconds without a step although there is work
@@ -94,12 +95,13 @@ class AsyncLLM:
         *,
         served_model_name: str | None = None,
         build: Callable[[EngineConfig, Metrics, Events], Built] = build,
-        **settings: Any,
         trace: Trace | None = None,
+        **settings: Any,
     ):
         """`served_model_name` is what the metrics call the model; `build` makes the engine; `trace` is handed the
         timeline of each request that ends."""
         config = engine_config(model, settings)
+        refuse_to_follow(config)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry, served_model_name or config.model)
         self.cache_events = Events()
@@ -107,11 +109,11 @@ class AsyncLLM:
         built = build(config, self.metrics, self.cache_events)
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self._engine = built.engine
-        self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
-        self._served: dict[str, Deltas] = {}  # of those in the engine; only its thread looks here
         self._engine.trace = trace
         if isinstance(built.crew, Leader):
             built.crew.on_lost = self._lose
+        self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
+        self._served: dict[str, Deltas] = {}  # of those in the engine; only its thread looks here
         self._queued: dict[str, int] = {}  # submitted and not started: request id to prompt tokens
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()
@@ -195,7 +197,8 @@ class AsyncLLM:
         """End everything and stop the thread. Twice does no harm."""
         self._draining = self._closing = True
         self._wake.set()
-        self._thread.join()
+        if not self._failure:  # whatever it waits for then may never come
+            self._thread.join()
         self._engine.runner.close()
 
     def _abandon(self, stream: Deltas) -> None:
@@ -219,7 +222,7 @@ class AsyncLLM:
                 param="request_id",
             )
         waiting, tokens = len(self._queued), sum(self._queued.values())
-        free = max(self.config.max_num_seqs - (len(self._streams) - waiting), 0)
+        free = max(self._engine.scheduler.max_num_seqs - (len(self._streams) - waiting), 0)
         most = self.config.max_num_queued_tokens
         full = waiting - free >= self.config.max_num_queued_reqs
         if full or (most is not None and waiting and tokens + len(request.prompt_token_ids) > most):
@@ -244,7 +247,7 @@ class AsyncLLM:
             self._end_all(SHUTTING_DOWN)
         except Exception as failure:
             log.exception("the engine has failed")
-            self._failure = f"{type(failure).__name__}: {failure}"
+            self._failure = self._failure or f"{type(failure).__name__}: {failure}"
             self._fail_all()
 
     def _wait(self) -> None:
@@ -308,6 +311,12 @@ class AsyncLLM:
         self._served.clear()
         _hand_over([(s, OverloadedError(why, retry_after=5, draining=True)) for s in streams.values()])
 
+    def _lose(self, why: str) -> None:
+        """A process of the engine has gone; our own thread may wait for it and never wake."""
+        log.critical("the engine has failed: %s", why)
+        self._failure = why
+        self._fail_all()
+
     def _drop_mail(self, why: str) -> None:
         while not self._inbox.empty():
             kind, _, sender = self._inbox.get_nowait()
@@ -319,6 +328,15 @@ class AsyncLLM:
             self._drop_mail(f"the engine has failed: {self._failure}")
             streams, self._streams, self._queued = self._streams, {}, {}
         _hand_over([(s, EngineError(f"the engine has failed: {self._failure}")) for s in streams.values()])
+
+
+def refuse_to_follow(config: EngineConfig) -> None:
+    """ConfigError for a process that is not its engine's first: requests are for that one."""
+    if config.node_rank:
+        raise ConfigError(
+            f"node_rank={config.node_rank} follows the process of rank 0 and takes no requests; run it as "
+            f"jaxserve serve {config.model} --nnodes {config.nnodes} --node-rank {config.node_rank} with the same settings"
+        )
 
 
 def engine_config(model: str | EngineConfig, settings: dict[str, Any]) -> EngineConfig:

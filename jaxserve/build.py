@@ -8,17 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+from prometheus_client import CollectorRegistry
 
 from jaxserve.arrays import Arrays
-from jaxserve.buckets import all_buckets
+from jaxserve.buckets import all_buckets, spread_bucket
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.errors import EngineError
+from jaxserve.following import LeadingRunner, assemble, follow
 from jaxserve.groups import GroupedScheduler
 from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
-from jaxserve.placement import placement
+from jaxserve.placement import Placement, placement
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
@@ -26,12 +29,13 @@ from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import Step
 from jaxserve.text import Tokenizer, load_tokenizer
-from jaxserve.topology import mesh_for
+from jaxserve.topology import mesh_for, with_dispatch
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.packing import bytes_saved
 from kv import KVCache
 from kv.events import Events
 from pallas_kernels.op import platform
+from sharding.hosts import Follower, Leader, Lost, least
 from sharding.params import stack_layers
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class Built:
     config: EngineConfig  # with max_model_len and dtypes as they turned out
     model_config: ModelConfig
     tokenizer: Tokenizer
+    crew: Leader | Follower | None = None  # to the engine's other processes
 
 
 def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) -> Built:
@@ -54,6 +59,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     """
     began = time.monotonic()
     _keep_compiled(config)
+    crew = assemble(config)
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
@@ -64,6 +70,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
         params["layers"] = stack_layers(params["layers"])
 
     mesh = mesh_for(config, model_config)
+    model_config = with_dispatch(config, model_config, mesh)
     where = placement(mesh, model_config, params, stacked=stacked) if mesh else None
     # On a CPU no product of low-bit weights is fast, and on a mesh their kernels are not divided yet.
     low_bit = stacked and where is None
@@ -71,18 +78,24 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     arrays = Arrays(config, model_config, params, stacked, where, saved)
     other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len
     num_pages = plan_pages(config, arrays.page_bytes, other_bytes, longest, device_memory(arrays.sharing))
+    num_pages = least(num_pages) if crew else num_pages
     longest = fitting_length(config, longest, num_pages)
     config = replace(config, max_model_len=longest)
 
-    weights = load(params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True)
+    weights = load(
+        params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True
+    )
     buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
+    if where and where.context > 1:
+        budget = config.max_num_batched_tokens
+        buckets.append(spread_bucket(budget, longest, config.block_size, where.context))
     step = Step(model_config, config.block_size, where)
     runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets)
     loaded = time.monotonic()
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
     _count_when_warm(runner, metrics)
-    scheduler = _scheduler(config, num_pages, where.groups if where else 1, events)
+    scheduler = _scheduler(config, num_pages, where, events)
     eos = tuple(t for t in tokenizer.eos_token_ids if t < model_config.vocab_size)
     limits = Limits(longest, model_config.vocab_size, eos)
     metrics.set_cache_config(
@@ -102,24 +115,40 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
         time.monotonic() - loaded,
         time.monotonic() - began,
     )
-    engine = Engine(runner, scheduler, tokenizer, limits, config, metrics)
-    return Built(engine, config, model_config, tokenizer)
+    leading = LeadingRunner(runner, crew) if isinstance(crew, Leader) else runner
+    engine = Engine(leading, scheduler, tokenizer, limits, config, metrics)
+    return Built(engine, config, model_config, tokenizer, crew)
+
+
+def follow_leader(config: EngineConfig) -> None:
+    """Be a process of an engine that another one leads, until it stops; ConfigError when it dies."""
+    built = build(config, Metrics(CollectorRegistry(), config.model))
+    assert isinstance(built.crew, Follower) and isinstance(built.engine.runner, DeviceRunner)
+    blank = admission(SamplingParams(), [0], 1, built.model_config.vocab_size)
+    try:
+        follow(built.engine.runner, built.crew, blank)
+    except Lost as why:
+        raise EngineError(str(why)) from why
 
 
 def _scheduler(
-    config: EngineConfig, num_pages: int, groups: int, events: Events | None
+    config: EngineConfig, num_pages: int, where: Placement | None, events: Events | None
 ) -> Scheduler | GroupedScheduler:
     """One scheduler a group of devices."""
+    together = where.context if where else 1
     made = [
         Scheduler(
             KVCache(num_pages, config.block_size, config.enable_prefix_caching, events),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.scheduling_policy,
+            together * config.max_num_batched_tokens if together > 1 else 0,
         )
-        for _ in range(groups)
+        for _ in range(where.groups if where else 1)
     ]
-    return GroupedScheduler(made) if groups > 1 else made[0]
+    if where is None or where.groups == 1:
+        return made[0]
+    return GroupedScheduler(made, together)
 
 
 def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:

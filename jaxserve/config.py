@@ -52,6 +52,14 @@ class EngineConfig:
         "groups of devices with sequences and cache of their own; limits on sequences and tokens are for each of them",
         aliases=("-dp", "--dp-size"),
     )
+    prefill_context_parallel_size: int = setting(
+        1,
+        "groups that compute prompts longer than max_num_batched_tokens together, besides sequences of their own",
+        aliases=("-pcp",),
+    )
+    first_device: int = setting(
+        0, "number of the first device used, for engines that share a machine; the others follow it"
+    )
     enable_expert_parallel: bool = setting(
         False,
         "divide experts as wholes over all devices, rather than each of them as tensor_parallel_size says",
@@ -59,6 +67,20 @@ class EngineConfig:
     expert_parallel_size: int | None = setting(
         None, "the same over so many devices, of which others hold copies", aliases=("--ep-size",)
     )
+    expert_capacity_factor: float | None = setting(
+        None,
+        "rows of tokens that devices with experts take at most, as a factor of an even share; the rest goes without "
+        "those experts and is counted in jaxserve:expert_drops_total (default: nothing is dropped)",
+    )
+    expert_dispatch_dtype: str = setting(
+        "auto", "data type of rows on their way to experts; auto: as they are", choices=("auto", "fp8")
+    )
+    nnodes: int = setting(
+        1, "processes that make up the engine, each with devices of its own, all with these settings"
+    )
+    node_rank: int = setting(0, "which of them this is; 0 answers requests, the others follow it")
+    master_addr: str = setting("127.0.0.1", "where process 0 can be reached by the others")
+    master_port: int = setting(29500, "a free port there; the one after it is used too")
     gpu_memory_utilization: float | None = setting(
         None,
         "fraction of the device's memory that weights and cache may fill (default: 0.9, on CPU 0.1)",
@@ -99,7 +121,9 @@ class EngineConfig:
             "max_model_len",
             "tensor_parallel_size",
             "data_parallel_size",
+            "prefill_context_parallel_size",
             "expert_parallel_size",
+            "nnodes",
             "max_num_seqs",
             "max_num_batched_tokens",
             "kv_cache_memory_bytes",
@@ -109,6 +133,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
+        factor = self.expert_capacity_factor
+        if factor is not None and not (math.isfinite(factor) and factor > 0):
+            raise ConfigError(f"expert_capacity_factor={factor} must be above 0")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node_rank={self.node_rank} must be from 0 to nnodes - 1 = {self.nnodes - 1}")
+        if not 0 < self.master_port < 65535:
+            raise ConfigError(f"master_port={self.master_port} must be from 1 to 65534")
+        if self.first_device < 0:
+            raise ConfigError(f"first_device={self.first_device} must not be negative")
         for name in ("max_num_queued_reqs", "block_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")

@@ -192,6 +192,7 @@ class Engine:
     def _read(self, launched: Launched) -> list[tuple[str, Delta]]:
         plan, pending = launched
         read = Readout(pending)
+        self.metrics.on_expert_drops(read.expert_drops)
         deltas: list[tuple[str, Delta]] = []
         at = 0
         for i, chunk in enumerate(plan.chunks):
@@ -295,10 +296,10 @@ class Engine:
 
     def _close(self, ongoing: Ongoing) -> None:
         del self.ongoing[ongoing.request.request_id]
-        now, arrived, params = time.monotonic(), ongoing.arrived, ongoing.request.params
         if self.trace:
             for span in spans(ongoing, time.monotonic()):
                 self.trace(span)
+        now, arrived, params = time.monotonic(), ongoing.arrived, ongoing.request.params
         started = ongoing.started or now
         first_token = ongoing.first_token or now
         self.metrics.on_finished(

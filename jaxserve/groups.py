@@ -39,7 +39,10 @@ class Caches:
 class GroupedScheduler:
     """Gives each new sequence to a group, where it stays, and puts the groups' plans together to one step."""
 
-    def __init__(self, groups: Listed[Scheduler]):
+    def __init__(self, groups: Listed[Scheduler], context: int = 1):
+        """`context` neighbouring groups compute a long prompt together."""
+        self.context = context
+        self._spread_last = False  # whether the step before was one prompt alone
         self.groups, self.cache = groups, Caches([group.cache for group in groups])
         self.max_num_seqs = sum(group.max_num_seqs for group in groups)
 
@@ -69,8 +72,10 @@ class GroupedScheduler:
         self.groups[seq.group].finish(seq)
 
     def schedule(self) -> Plan:
-        """One step of all groups, those of each in a row."""
-        plans = [group.schedule() for group in self.groups]
+        """One step of all groups, those of each in a row; or in every other step a long prompt by several groups."""
+        plans = [] if self._spread_last or self.context == 1 else self._whole_prompts()
+        self._spread_last = bool(plans)
+        plans = plans or [group.schedule() for group in self.groups]
         return Plan(
             [chunk for plan in plans for chunk in plan.chunks],
             [seq for plan in plans for seq in plan.admitted],
@@ -79,7 +84,17 @@ class GroupedScheduler:
 
     def renewed(self) -> "GroupedScheduler":
         """The same before any sequence."""
-        return GroupedScheduler([group.renewed() for group in self.groups])
+        return GroupedScheduler([group.renewed() for group in self.groups], self.context)
+
+    def _whole_prompts(self) -> list[Plan]:
+        """A long prompt for each set of groups that has one waiting."""
+        found = []
+        for first in range(0, len(self.groups), self.context):
+            for group in self.groups[first : first + self.context]:
+                if plan := group.schedule_whole():
+                    found.append(plan)
+                    break
+        return found
 
     def _least_to_do(self, seq: Sequence) -> int:
         """The group with the fewest tokens to compute and to attend, less what it has cached of this sequence."""
@@ -87,9 +102,6 @@ class GroupedScheduler:
         def load(number: int) -> int:
             group = self.groups[number]
             others = sum(other.length for other in (*group.running, *group.waiting))
-            lease = group.cache.match(seq.tokens, seq.salt, keys=seq.keys, skip=seq.skip_prefix)
-            found = lease.length
-            group.cache.release(lease)
-            return others - 2 * found
+            return others - 2 * group.cached(seq)
 
         return min(range(len(self.groups)), key=load)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxserve.async_llm import engine_config
+from jaxserve.async_llm import engine_config, refuse_to_follow
 from jaxserve.build import build
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineError, RequestError
@@ -43,6 +43,7 @@ class LLM:
 
     def __init__(self, model: str | EngineConfig, **settings: Any):
         config = engine_config(model, settings)
+        refuse_to_follow(config)
         self.registry = CollectorRegistry()
         built = build(config, Metrics(self.registry, config.model))
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer

@@ -29,6 +29,7 @@ class Metrics:
         self._preemptions = counter("num_preemptions", "Times a request gave its pages back for another.")
         self._queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._expert_drops = counter("expert_drops", "Choices of an expert that found no room for the token.")
         self._corrupted = counter("corrupted_requests", "Requests ended because logits were not finite.")
         self._compiles = counter("compiles", "Steps compiled.", "jaxserve")
         self._compile_seconds = counter("compile_seconds", "Time spent compiling.", "jaxserve")
@@ -133,6 +134,10 @@ class Metrics:
     def on_rejected(self, reason: str) -> None:
         """A request found no room; the reason is a word like `queue_full`."""
         self._rejections.labels(self._model, reason).inc()
+
+    def on_expert_drops(self, choices: int) -> None:
+        """So many times a token's chosen expert had no room for it."""
+        self._expert_drops.inc(choices)
 
     def on_corrupted(self) -> None:
         """A request's logits were not finite."""

@@ -25,6 +25,12 @@ class Readout:
         self._places, self._rows = pending.places, pending.rows
         self.tokens, self.finite = pending.result().tolist()
 
+    @property
+    def expert_drops(self) -> int:
+        """Choices of experts that found no room, over all layers."""
+        drops = self._output.expert_drops
+        return 0 if drops is None else int(np.sum(np.asarray(drops)))
+
     @cached_property
     def sampled(self) -> Found:
         """Of the sampled tokens, one row a sequence."""

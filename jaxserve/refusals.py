@@ -28,6 +28,11 @@ def checked(
     params.check(limits.vocab_size, config.max_logprobs)
     check_possible(params, limits.vocab_size, bad_words, limits.eos_token_ids)
     _check_order(request, config)
+    if request.hidden_states and config.nnodes > 1:
+        raise RequestError(
+            f"hidden states stay on the {config.nnodes} processes that computed them; ask an engine of one process",
+            param="hidden_states",
+        )
     prompt = _tokens(request.prompt_token_ids, limits.vocab_size)
     if request.generated:
         _check_generated(request, limits)

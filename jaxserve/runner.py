@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jaxserve.buckets import Bucket, choose, first_needed
 from jaxserve.compiles import give_back_memory
 from jaxserve.sampling.admission import Admission
 from jaxserve.sampling.state import SlotState, admit
+from jaxserve.spread import pack_spread, spread_rows
 from jaxserve.step import Step, StepOutput
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class DeviceRunner:
         self.warm = threading.Event()  # set when every bucket is compiled
         self._groups = step.placement.groups if step.placement else 1
         self._buckets = buckets
+        self._longest = max((b.tokens for b in buckets if b.spread == 1), default=0)  # chunk of a sequence
         self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
         self._closing = False
@@ -56,7 +59,9 @@ class DeviceRunner:
 
     def compile(self, blank: Admission, *, progress: bool) -> None:
         """Compile what any batch can run on, and return; the better fitting steps follow on a thread of their own."""
-        first = first_needed(self._buckets)
+        placement = self.step.placement
+        # Processes must have the same steps at the same time, so several compile everything first.
+        first = self._buckets if placement and placement.spans_processes else first_needed(self._buckets)
         bar = Progress(
             TextColumn("compiling steps"),
             BarColumn(),
@@ -70,7 +75,7 @@ class DeviceRunner:
             for _ in compilers.map(self._compile, first):
                 bar.advance(task)
         shapes = jax.tree.map(_shape, (self.state, np.int32(0), blank))
-        stays = self.step.placement.state if self.step.placement else None
+        stays = placement.state if placement else None
         self._admit = jax.jit(admit, donate_argnums=0, out_shardings=stays).lower(*shapes).compile()
         self.admit(0, blank)
         self.launch([]).result()
@@ -93,28 +98,60 @@ class DeviceRunner:
         self.warm.set()
         log.info("all %d steps are compiled", len(self._buckets))
 
-    def _compile(self, bucket: Bucket) -> None:
+    def _compile(self, bucket: Bucket, options: dict[str, Any] | None = None) -> None:
         params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
-        self._compiled[bucket] = self.step.lower(params, pages, state, bucket).compile()
+        self._compiled[bucket] = self.step.lower(params, pages, state, bucket).compile(options)
         give_back_memory()
         with self._lock:
             self._ready = sorted([*self._ready, bucket])
 
     def launch(self, rows: Sequence[Row]) -> Pending:
         """Start a step of these sequences; without any, the smallest step, of padding only."""
+        bucket, flat = self.packed(rows)
+        return self.pending(rows, bucket, self.run(bucket, flat))
+
+    def packed(self, rows: Sequence[Row]) -> tuple[Bucket, np.ndarray]:
+        """The smallest step for these sequences, and what it needs to know of them."""
+        if any(len(row.tokens) > self._longest for row in rows):
+            return self._spread(rows)
         by_group = [[row for row in rows if row.group == group] for group in range(self._groups)]
         counts = [[len(row.tokens) for row in group] or [1] for group in by_group]
         bucket = choose(self._ready, counts, max((len(row.pages) for row in rows), default=0))
-        flat = np.concatenate([pack(group, bucket) for group in by_group])
+        return bucket, np.concatenate([pack(group, bucket) for group in by_group])
+
+    def _spread(self, rows: Sequence[Row]) -> tuple[Bucket, np.ndarray]:
+        """The step of whole prompts, one for each set of devices along the context axis."""
+        bucket = next(b for b in self._buckets if b.spread > 1)
+        by_set = {row.group // bucket.spread: row for row in rows}
+        assert len(by_set) == len(rows), "one prompt at a time"
+        sets = range(self._groups // bucket.spread)
+        return bucket, np.concatenate([pack_spread(by_set.get(number), bucket) for number in sets])
+
+    def run(self, bucket: Bucket, flat: np.ndarray) -> StepOutput:
+        """Start a packed step."""
         with self._donating():
             output, self.pool, self.state = self._compiled[bucket](
                 self.params, self.pool, self.state, self._everywhere(flat)
             )
+        return output
+
+    def pending(self, rows: Sequence[Row], bucket: Bucket, output: StepOutput) -> Pending:
+        """What these sequences get of a step's output."""
+        if bucket.spread > 1:
+            tokens = np.concatenate([spread_rows(row, bucket) for row in rows])
+            return Pending(output, np.array([row.group for row in rows], np.int32), tokens)
         return Pending(output, *(places(rows, bucket) if self._groups > 1 else ()))
 
     def admit(self, slot: int, admission: Admission, group: int = 0) -> None:
         """Fill a slot's state for a request whose sampling needs it, before its first step."""
-        slot += group * (len(self.state.last_token) // self._groups)
+        self.fill(self.slot(slot, group), admission)
+
+    def slot(self, slot: int, group: int) -> int:
+        """A group's slot, counted over all groups."""
+        return slot + group * (len(self.state.last_token) // self._groups)
+
+    def fill(self, slot: int, admission: Admission) -> None:
+        """`admit` for a slot counted over all groups."""
         with self._donating():
             self.state = self._admit(self.state, np.int32(slot), admission)
 

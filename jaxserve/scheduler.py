@@ -40,10 +40,18 @@ class Scheduler:
     "priority" the priority and then arrival.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs"):
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "fcfs",
+        longest_whole: int = 0,
+    ):
+        """Prompts over the token budget and up to `longest_whole` tokens wait for a `schedule_whole`."""
         assert policy in ("fcfs", "priority"), policy
         assert 1 <= max_num_seqs <= max_num_batched_tokens, "not every running sequence could get a token"
-        self.cache, self.policy = cache, policy
+        self.cache, self.policy, self.longest_whole = cache, policy, longest_whole
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []  # both lists are kept in rank order
         self.waiting: list[Sequence] = []
@@ -89,9 +97,32 @@ class Scheduler:
         self._prefill(prefilling, self.max_num_batched_tokens - len(plan.chunks), plan)
         return plan
 
+    def schedule_whole(self) -> Plan | None:
+        """A step of all of one prompt, if the next in turn waits for that and there is room."""
+        for seq in self.running:
+            self._share(seq)
+        head, plan = next((seq for seq in self.waiting if self._unblocked(seq)), None), Plan()
+        if head is None or not self._waits_for_whole(head) or not self._admit(head, plan):
+            return None
+        self._take(head, head.owed, plan)
+        return plan
+
+    def cached(self, seq: Sequence) -> int:
+        """How many of a waiting sequence's tokens would be found in the cache now."""
+        lease = self.cache.match(seq.tokens, seq.salt, keys=seq.keys, skip=seq.skip_prefix)
+        found = lease.length
+        self.cache.release(lease)
+        return found
+
     def renewed(self) -> "Scheduler":
         """The same before any sequence, with an empty cache."""
-        return Scheduler(self.cache.renewed(), self.max_num_seqs, self.max_num_batched_tokens, self.policy)
+        return Scheduler(
+            self.cache.renewed(),
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.policy,
+            self.longest_whole,
+        )
 
     def _rank(self, seq: Sequence) -> tuple[int, int]:
         return (seq.priority if self.policy == "priority" else 0, seq.arrival)
@@ -167,7 +198,15 @@ class Scheduler:
         return count
 
     def _ready(self, seq: Sequence) -> bool:
-        """Whether nothing but room is missing: all samples read, the prompt cached that it is to share."""
+        """Whether nothing but room is missing, and any step will do."""
+        return self._unblocked(seq) and not self._waits_for_whole(seq)
+
+    def _waits_for_whole(self, seq: Sequence) -> bool:
+        """One whose beginning is cached does not: the rest of it goes in chunks."""
+        return self.max_num_batched_tokens < seq.owed <= self.longest_whole and not self.cached(seq)
+
+    def _unblocked(self, seq: Sequence) -> bool:
+        """Whether all its samples are read, and the prompt cached that it is to share."""
         leader = seq.leader
         return not seq.in_flight and (leader is None or leader.done or leader.checked >= leader.prompt_len)
 
@@ -181,7 +220,8 @@ class Scheduler:
         for seq in self.waiting:
             if self._ready(seq):
                 return seq if self._admit(seq, plan) else None
-            if seq.in_flight:
+            refused = self._refused and self._refused[0] is seq and self._unblocked(seq)
+            if seq.in_flight or refused:
                 return None
         return None
 

@@ -1,34 +1,65 @@
 """From settings and a model to the topology that they ask for."""
 
 import math
+from dataclasses import replace
 
+import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models import ModelConfig
 from sharding.mesh import Misfit, ModelSizes, Topology
+from sharding.rules import expert_axes
 
 
 def mesh_for(config: EngineConfig, model: ModelConfig) -> Mesh | None:
-    """The mesh that the settings ask for, None for one device; ConfigError with those that do if it does not fit."""
+    """The mesh that the settings ask for, None for the first device; ConfigError with what fits if it does not."""
     try:
         topology = topology_for(config, model)
-        return topology.mesh(model_sizes(model)) if topology.devices > 1 else None
+        if config.nnodes > 1 and topology.devices != jax.device_count():
+            raise Misfit(
+                f"{topology} is for {topology.devices} devices, and the {config.nnodes} processes have "
+                f"{jax.device_count()}; use all of them"
+            )
+        if topology.devices == 1 and not config.first_device:
+            return None
+        return topology.mesh(model_sizes(model), jax.devices()[config.first_device :])
     except Misfit as why:
         raise ConfigError(str(why)) from why
+
+
+def with_dispatch(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The model with the settings of how rows get to experts on other devices; ConfigError if none do."""
+    capacity, fp8 = config.expert_capacity_factor, config.expert_dispatch_dtype == "fp8"
+    if capacity is None and not fp8:
+        return model
+    asked = f"expert_capacity_factor={capacity}" if capacity is not None else "expert_dispatch_dtype=fp8"
+    if model.mixture is None or mesh is None or not expert_axes(mesh, model.mixture.routing.experts):
+        raise ConfigError(
+            f"{asked} has no effect: no experts of {model.name} are on other devices; use enable_expert_parallel, "
+            "or leave it out"
+        )
+    if fp8 and model.hidden_size % 128:
+        raise ConfigError(
+            f"expert_dispatch_dtype=fp8 needs rows of a multiple of 128 values, and those of {model.name} have "
+            f"{model.hidden_size}; leave it out"
+        )
+    return replace(model, mixture=replace(model.mixture, capacity=capacity, fp8_dispatch=fp8))
 
 
 def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
     """How the settings divide the devices, whether that fits or not."""
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
-    ways = config.expert_parallel_size
+    context, ways = config.prefill_context_parallel_size, config.expert_parallel_size
+    if context > 1:
+        _check_context(model)
     if ways is None:
         if not config.enable_expert_parallel:
-            return Topology(data=data, tensor=tensor)
-        ways = data * tensor
+            return Topology(data=data, tensor=tensor, context=context)
+        ways = data * tensor * context
     sizes = model_sizes(model)
-    found = {topology.expert_devices(sizes): topology for topology in _with_experts(data, tensor)}
+    found = {topology.expert_devices(sizes): topology for topology in _with_experts(data, tensor, context)}
     if ways not in found:
         if not sizes.experts:
             raise ConfigError(
@@ -43,8 +74,20 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
     return found[ways]
 
 
-def _with_experts(data: int, tensor: int) -> list[Topology]:
-    return [Topology(data // n, n, tensor) for n in range(1, data + 1) if data % n == 0]
+def _with_experts(data: int, tensor: int, context: int) -> list[Topology]:
+    return [Topology(data // n, n, tensor, context) for n in range(1, data + 1) if data % n == 0]
+
+
+def _check_context(model: ModelConfig) -> None:
+    found = {
+        "windows": any(model.windows), "sinks": model.sinks, "a soft cap": model.attention_soft_cap is not None,
+    }  # fmt: skip
+    if any(found.values()):
+        names = " and ".join(name for name, there in found.items() if there)
+        raise ConfigError(
+            f"the attention of {model.name} has {names}, which prompts spread over devices do not; leave "
+            "prefill_context_parallel_size out, and use data_parallel_size"
+        )
 
 
 def model_sizes(c: ModelConfig) -> ModelSizes:
@@ -54,4 +97,4 @@ def model_sizes(c: ModelConfig) -> ModelSizes:
         experts = c.mixture.routing.experts
         ffn = math.gcd(ffn, c.mixture.ffn_size, c.mixture.shared_ffn_size)
     latent = c.latent is not None
-    return ModelSizes(c.name, c.heads, c.kv_heads, ffn, c.vocab_size, c.num_layers, experts, latent)
+    return ModelSizes(c.name, c.heads, c.kv_heads, ffn, c.vocab_size, experts, latent)

@@ -79,7 +79,7 @@ FORMATS = {
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("codes", "scales", "zeros", "tensor_scale"),
-    meta_fields=("format",),
+    meta_fields=("format", "axes"),
 )
 @dataclass(frozen=True)
 class QTensor:
@@ -95,6 +95,7 @@ class QTensor:
     zeros: Any = None  # uint8 or int8, like `scales`
     tensor_scale: Any = None  # [...] float32
     format: Format = field(kw_only=True)
+    axes: tuple[str | None, ...] = field(default=(), kw_only=True)  # what F and D are, where devices divide them
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -17,7 +17,11 @@ def _switch(*names: str, reason: str, harmless: bool = False) -> ForeignFlag:
     return ForeignFlag(names, reason, takes_value=False, harmless=harmless or ())
 
 
-_ONE_DEVICE = "a model runs on one device"
+_NO_STAGES = "layers are not divided over devices; use --tensor-parallel-size or --data-parallel-size"
+_NO_CONTEXT = (
+    "a sequence's tokens are not divided over devices; use --tensor-parallel-size or --data-parallel-size"
+)
+_NO_BALANCE = "experts stay where they were placed"
 _NO_TOOLS = "the answer's text is handed on as it is; tool calls and reasoning are not parsed out of it"
 _NO_TRANSFER = "cached pages stay on the device that computed them"
 _NO_LORA = "adapters are not applied; merge them into the checkpoint"
@@ -33,15 +37,20 @@ _SPECULATIVE = (
 )
 
 FOREIGN = (
-    ForeignFlag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), _ONE_DEVICE, harmless=("1",)),
-    ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _ONE_DEVICE, harmless=("1",)),
-    ForeignFlag(("--data-parallel-size", "-dp", "--dp-size"), _ONE_DEVICE, harmless=("1",)),
-    ForeignFlag(("--decode-context-parallel-size", "-dcp"), _ONE_DEVICE, harmless=("1",)),
-    ForeignFlag(("--ep-size",), _ONE_DEVICE, harmless=("1",)),
-    ForeignFlag(("--all2all-backend",), _ONE_DEVICE),
-    ForeignFlag(("--eplb-config",), _ONE_DEVICE),
-    ForeignFlag(("--distributed-executor-backend",), _ONE_DEVICE),
-    _switch("--enable-expert-parallel", "--enable-eplb", "--enable-dbo", reason=_ONE_DEVICE),
+    ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _NO_STAGES, harmless=("1",)),
+    ForeignFlag(("--decode-context-parallel-size", "-dcp"), _NO_CONTEXT, harmless=("1",)),
+    ForeignFlag(("--prefill-context-parallel-size", "-pcp"), _NO_CONTEXT, harmless=("1",)),
+    ForeignFlag(("--all2all-backend",), "rows go by the device's own all-to-all"),
+    ForeignFlag(("--eplb-config",), _NO_BALANCE),
+    _switch("--enable-eplb", reason=_NO_BALANCE),
+    _switch("--enable-dbo", reason="a step is one batch; its shared experts run while rows travel"),
+    ForeignFlag(
+        ("--distributed-executor-backend",),
+        "start jaxserve on every host with --nnodes and --node-rank",
+        harmless=("mp", "uni"),
+    ),
+    ForeignFlag(("--dist-init-addr",), "use --master-addr and --master-port"),
+    _switch("--headless", reason="a --node-rank above 0 answers no requests", harmless=True),
     ForeignFlag(("--tool-call-parser", "--reasoning-parser", "--reasoning-config"), _NO_TOOLS),
     _switch("--enable-auto-tool-choice", reason=_NO_TOOLS),
     ForeignFlag(("--kv-transfer-config", "--kv-events-config", "--disaggregation-mode"), _NO_TRANSFER),

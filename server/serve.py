@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,16 +33,23 @@ def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
     """Serve a model until a signal; raises what loading the model raised."""
     from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
 
+    if engine.node_rank:
+        from jaxserve.build import follow_leader
+
+        return follow_leader(engine)
     name = next(iter(config.served_model_name), None)
+    trace = open_trace(config.trace_file, config.otlp_endpoint, "jaxserve")
 
     def load() -> Any:
         llm = AsyncLLM(engine, served_model_name=name, trace=trace)
         if roles.role is None:
-    trace = open_trace(config.trace_file, config.otlp_endpoint, "jaxserve")
             return llm
-        from server.clients.start import with_role
+        from server.clients import start
 
-        return with_role(llm, roles, name or engine.model, next(iter(config.api_key), None))
+        named = name or engine.model
+        if roles.prefill_devices:
+            return start.paired(AsyncLLM(start.beside(engine, roles)), llm, roles, named)
+        return start.with_role(llm, roles, named, next(iter(config.api_key), None))
 
     serve(load, engine, config, hands_over=roles.role is not None)
 
@@ -68,10 +75,18 @@ def serve(
         raise server.failure
     if loader.is_alive():
         # Told to stop while the model was loading, which nothing can interrupt; unwinding under it would crash.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    app.state.served.engine.close()
+        _leave(0)
+    served = app.state.served.engine
+    served.close()
+    if served.health().state == "dead":
+        _leave(1)  # a thread of it may wait for a device that will never answer
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without waiting for its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @dataclass(frozen=True)

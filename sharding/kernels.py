@@ -4,6 +4,7 @@ Called like the operations themselves, and nothing else where no axis of the mes
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,11 +14,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Shaped
 
+from pallas_kernels import matmul as multiplying
 from pallas_kernels import mla_attention as latents
 from pallas_kernels import page_write as page_writing
 from pallas_kernels import paged_attention as paging
+from pallas_kernels.formats import QTensor
 from pallas_kernels.pages import ScaledPages
 from sharding.mesh import TENSOR
+from sharding.rules import OVER
 
 
 def paged_attention(
@@ -70,6 +74,32 @@ def page_write(
     return everywhere(
         page_writing.page_write, divided(TENSOR), specs, spec, {}, pages, rows, places, layer=layer
     )
+
+
+def matmul(
+    x: Float[Array, "T D"], w: QTensor | Float[Array, "*L F D"], *, layer: Int[Array, ""] | None = None
+) -> Float[Array, "T F"]:
+    """See `pallas_kernels.matmul`. Of a packed weight each device has the rows or the columns that its `axes` say."""
+    tensor = divided(TENSOR)
+    if not tensor or not isinstance(w, QTensor):
+        return multiplying.matmul(x, w, layer=layer)
+    rows, columns = (divided(OVER.get(axis or "", ())) or None for axis in w.axes or (None, None))
+    stack = (None,) * (len(w.shape) - 2)
+    block_rows, block_columns = w.format.block  # 0: one scale for all of them
+    scales = P(*stack, rows if block_rows else None, columns if block_columns else None)
+    specs = replace(
+        w,
+        codes=P(*stack, rows, columns),
+        scales=None if w.scales is None else scales,
+        zeros=None if w.zeros is None else scales,
+        tensor_scale=None if w.tensor_scale is None else P(),
+    )
+
+    def local(x: Array, w: QTensor, layer: Array | None) -> Array:
+        out = multiplying.matmul(x, w, layer=layer)
+        return lax.psum(out.astype(jnp.float32), columns).astype(x.dtype) if columns else out
+
+    return mapped(local, tensor, (P(None, columns), specs, P()), P(None, rows))(x, w, layer)
 
 
 def embedding(table: Shaped[Array, "V D"], tokens: Int[Array, "T"]) -> Shaped[Array, "T D"]:

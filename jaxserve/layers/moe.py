@@ -109,20 +109,3 @@ def _multiply(x: Array, w: Any, group_sizes: Array) -> Array:
     if isinstance(w, InStack):
         return grouped_matmul(x, w.stack, group_sizes, layer=w.layer)
     return grouped_matmul(x, w, group_sizes)
-
-
-def mixture(
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    group_sizes: Int[Array, "E"],
-    w: dict[str, Any],
-    clamp: tuple[float, float] | None = None,
-) -> Float[Array, "T D"]:
-    """The weighted sum of what its experts make of each token, all experts being here."""
-    t, k = ids.shape
-    order = jnp.argsort(ids.reshape(-1))
-    made = experts(x[order // k], group_sizes, w, clamp)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(t * k, dtype=order.dtype), unique_indices=True)
-    made_TkD = made[back].reshape(t, k, -1).astype(jnp.float32)
-    return jnp.sum(made_TkD * weights[..., None], axis=1).astype(x.dtype)

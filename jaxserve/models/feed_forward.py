@@ -111,7 +111,7 @@ def _fused_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
 
 
 def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool) -> tuple[Array, Tree]:
-    """(its output [T, D], what happened inside: "expert_loads" [E] of a mixture).
+    """(its output [T, D], what happened inside: "expert_loads" [E] of a mixture, "expert_drops" [] with a capacity).
 
     `collect` adds "router_logits" [T, E], "router_experts" and "router_weights" [T, k].
     """
@@ -125,11 +125,15 @@ def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool)
     sizes = loads(ids, m.routing.experts)
     run = partial(experts, clamp=m.clamp)
     lines = jnp.pad(x, ((0, 0), (0, _in_lines(c.hidden_size) - c.hidden_size)))
-    out, _ = mixture(run, lines, ids, weights, w["experts"], m.routing.experts)
+    out, dropped = mixture(
+        run, lines, ids, weights, w["experts"], m.routing.experts, capacity=m.capacity, fp8=m.fp8_dispatch
+    )
     out = out[:, : c.hidden_size]
     if "shared" in w:
         out = out + _dense(c, w["shared"], x)
     inside = {"expert_loads": sizes}
+    if m.capacity is not None:
+        inside["expert_drops"] = dropped
     if collect:
         inside |= {"router_logits": logits_TE, "router_experts": ids, "router_weights": weights}
     return out, inside

@@ -11,6 +11,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
 from jaxserve.models.config import ModelConfig
 from pallas_kernels.pages import plain_and_scales
+from sharding.context import all_rows, spread_attention
 from sharding.kernels import page_write, paged_attention
 from sharding.params import Param
 
@@ -71,7 +72,12 @@ def attention(
         beta, length = c.query_growth
         growth_T = 1 + beta * jnp.log1p(jnp.floor(batch.positions.astype(jnp.float32) / length))
         q_TNH = q_TNH * growth_T.astype(q_TNH.dtype)[:, None, None]
-    pages = page_write(pages, jnp.concatenate([k_TKH, v_TKH], axis=-1), batch.places)
+    kv_TKW = jnp.concatenate([k_TKH, v_TKH], axis=-1)
+    if batch.spread:
+        pages = page_write(pages, all_rows(kv_TKW), batch.places)
+        out_TNH = spread_attention(q_TNH, kv_TKW, batch.positions, batch.q_starts[1], scale=c.attention_scale)
+        return _out(c, w, out_TNH), pages
+    pages = page_write(pages, kv_TKW, batch.places)
     out_TNH = paged_attention(
         q_TNH,
         pages,
@@ -83,7 +89,11 @@ def attention(
         soft_cap=c.attention_soft_cap,
         sinks=w.get("sinks"),
     )
-    return linear(out_TNH.reshape(-1, c.heads * c.head_dim), w["o"], w.get("o_bias")), pages
+    return _out(c, w, out_TNH), pages
+
+
+def _out(c: ModelConfig, w: Tree, out_TNH: Array) -> Array:
+    return linear(out_TNH.reshape(-1, c.heads * c.head_dim), w["o"], w.get("o_bias"))
 
 
 def _norm(c: ModelConfig, x: Array, weight: Array) -> Array:

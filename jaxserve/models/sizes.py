@@ -17,6 +17,8 @@ class Mixture:
     selection_bias: bool = False  # sways which experts are chosen
     biases: bool = False  # of the router and of the experts
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' gate
+    capacity: float | None = None  # rows a device takes over an even share, as a factor; None drops nothing
+    fp8_dispatch: bool = False  # rows go to their experts in 8 bits
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class Scripted:
             logprob=logprob, rank=np.ones(len(rows), np.int32), top_ids=nobody, top_logprobs=nobody * 1.0
         )
         read = np.array([tokens, [1] * len(tokens)], np.int32)
-        return SimpleNamespace(result=lambda: read, output=SimpleNamespace(sampled=sampled), places=None, rows=None)
+        output = SimpleNamespace(sampled=sampled, expert_drops=None)
+        return SimpleNamespace(result=lambda: read, output=output, places=None, rows=None)
 
     def admit(self, slot, admission, group=0) -> None:
         pass

@@ -16,7 +16,7 @@ from sharding.mesh import ModelSizes, Topology
 from sharding.rules import batch_axes, only, spec
 
 E, T, K, D, F = 8, 6, 3, 8, 16  # T tokens of each group of devices
-MODEL = ModelSizes("tiny", heads=8, kv_heads=8, ffn=F, vocab=64, layers=1, experts=E)
+MODEL = ModelSizes("tiny", heads=8, kv_heads=8, ffn=F, vocab=64, experts=E)
 RUN = partial(experts, clamp=(2.0, 1.0))
 
 

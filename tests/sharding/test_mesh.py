@@ -15,10 +15,10 @@ from sharding.params import Param
 from sharding.rules import expert_axes, only, param_shardings, spec
 from tests.pallas_kernels.conftest import tpu_compiler  # noqa: F401
 
-LLAMA = ModelSizes("llama", heads=32, kv_heads=8, ffn=14336, vocab=128256, layers=32)
-SMALL = ModelSizes("small", heads=9, kv_heads=3, ffn=1536, vocab=49152, layers=30)
-MIXTRAL = ModelSizes("mixtral", heads=32, kv_heads=8, ffn=14336, vocab=32000, layers=32, experts=8)
-DEEPSEEK = ModelSizes("deepseek", 128, 128, 18432, 129280, 61, experts=256, latent=True)
+LLAMA = ModelSizes("llama", heads=32, kv_heads=8, ffn=14336, vocab=128256)
+SMALL = ModelSizes("small", heads=9, kv_heads=3, ffn=1536, vocab=49152)
+MIXTRAL = ModelSizes("mixtral", heads=32, kv_heads=8, ffn=14336, vocab=32000, experts=8)
+DEEPSEEK = ModelSizes("deepseek", 128, 128, 18432, 129280, experts=256, latent=True)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ DEEPSEEK = ModelSizes("deepseek", 128, 128, 18432, 129280, 61, experts=256, late
     [
         (Topology(tensor=8), LLAMA, {"tensor": 8}),
         (Topology(data=2, tensor=4), LLAMA, {"data": 2, "tensor": 4}),
-        (Topology(stage=2, data=2, tensor=2), LLAMA, {"stage": 2, "data": 2, "tensor": 2}),
-        (Topology(tensor=8), ModelSizes("few", 32, 2, 512, 512, 4), {"tensor": 2, "copy": 4}),
+        (Topology(data=2, context=2, tensor=2), LLAMA, {"data": 2, "context": 2, "tensor": 2}),
+        (Topology(tensor=8), ModelSizes("few", 32, 2, 512, 512), {"tensor": 2, "copy": 4}),
         (Topology(expert=8), DEEPSEEK, {"expert": 8}),
         (Topology(expert=4, tensor=2), DEEPSEEK, {"expert": 4, "copy": 2}),
         (Topology(expert=1, tensor=8), MIXTRAL, {"expert": 1, "tensor": 8}),
@@ -48,14 +48,13 @@ def test_axes_of_one_device_are_left_out_and_spare_kv_heads_are_copied(topology,
         (Topology(tensor=16), LLAMA, ["needs 16 devices", "there are 8", "(tensor=8)"]),
         (
             Topology(tensor=4),
-            ModelSizes("odd", 12, 6, 768, 768, 4),
+            ModelSizes("odd", 12, 6, 768, 768),
             ["neither divides its 6 kv heads", "(tensor=6)"],
         ),
-        (Topology(tensor=8), ModelSizes("gpt2", 16, 8, 512, 50257, 4), ["vocabulary of 50257", "(data=8)"]),
-        (Topology(tensor=4), ModelSizes("odd", 4, 4, 90, 512, 4), ["feed-forward size of 90", "(tensor=2)"]),
+        (Topology(tensor=8), ModelSizes("gpt2", 16, 8, 512, 50257), ["vocabulary of 50257", "(data=8)"]),
+        (Topology(tensor=4), ModelSizes("odd", 4, 4, 90, 512), ["feed-forward size of 90", "(tensor=2)"]),
         (Topology(expert=3), MIXTRAL, ["divides its 8 experts", "expert=4"]),
         (Topology(expert=2), LLAMA, ["no experts", "(data=2)"]),
-        (Topology(stage=3), LLAMA, ["does not divide its 32 layers"]),
     ],
 )
 def test_a_topology_that_does_not_fit_is_refused_with_some_that_do(topology, model, words):
@@ -94,7 +93,7 @@ def test_neighbours_of_a_tensor_axis_are_wired_to_each_other(tpu_compiler):  # n
 
 
 def test_every_weight_is_divided_by_what_its_axes_mean():
-    mesh = Topology(tensor=8).mesh(ModelSizes("few", 32, 2, 512, 512, 4))
+    mesh = Topology(tensor=8).mesh(ModelSizes("few", 32, 2, 512, 512))
     params = {
         "q": Param((256, 64), ("heads", None), "q"),
         "k": Param((16, 64), ("kv_heads", None), "k"),
@@ -125,7 +124,7 @@ def test_experts_are_divided_as_wholes_or_inside(topology, expected):
 
 
 def test_fewer_experts_than_devices_are_divided_inside_as_well():
-    few = ModelSizes("few", 8, 8, 512, 512, 4, experts=4)
+    few = ModelSizes("few", 8, 8, 512, 512, experts=4)
     mesh = Topology(expert=4, tensor=2).mesh(few)
     assert spec(mesh, (4, 512, 64), ("experts", "ffn", None)) == P("expert", "tensor", None)
     assert only(P("expert", ("tensor", "copy"), None), ("expert",)) == P("expert")

@@ -1,5 +1,7 @@
 """Routing by hand, one token at a time; the experts' rows come back to their tokens; padding goes nowhere."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.layers.moe import Routing, experts, gated, loads, mixture, route
+from jaxserve.layers.moe import Routing, experts, gated, loads, route
+from sharding.experts import mixture
 
 E, T = 12, 17
 ROUTINGS = {
@@ -73,7 +76,9 @@ def one_expert(
     return product(np.asarray(gated(gate, up, clamp)), "down")
 
 
-MIXTURE = jax.jit(mixture, static_argnames="clamp")
+@partial(jax.jit, static_argnames="clamp")
+def computed(x, ids, weights, w, clamp):
+    return mixture(partial(experts, clamp=clamp), x, ids, weights, w, E)[0]
 
 
 @pytest.mark.parametrize("clamp", [None, (0.7, 1.3)])
@@ -85,7 +90,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(clamp, seed, real):
     x[real:] = np.nan  # what stands in rows of padding must not matter
     logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32)
     ids, weights = route(Routing(E, 3), logits, jnp.arange(T) < real)
-    made = MIXTURE(jnp.asarray(x), ids, weights, loads(ids, E), w, clamp=clamp)
+    made = computed(jnp.asarray(x), ids, weights, w, clamp)
     for t in range(real):
         pairs = zip(np.asarray(ids[t]), np.asarray(weights[t]), strict=True)
         expected = sum(weight * one_expert(w, e, x[t], clamp) for e, weight in pairs)
