@@ -85,6 +85,17 @@ def test_whole_steps_run_on_kernels_and_copy_neither_cache_nor_weights(model, sl
     assert step.workspace_bytes < 513 * made.arrays.page_bytes / 4, "the cache is copied"
 
 
+def test_a_mixture_with_latents_runs_on_sequences_heads_and_experts_divided(tmp_path):
+    """Every group of 4 devices shares heads; XLA:TPU's partitioner once crashed on this vocabulary by 4."""
+    config = read_config("deepseek-v3") | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    divided = settings(
+        str(tmp_path), data_parallel_size=2, tensor_parallel_size=4, enable_expert_parallel=True
+    )
+    step = compile_step(deployed(divided, "v5p:2x2x2"), Bucket(32, 32, 16), num_pages=65)
+    assert {"all-reduce", "expert_exchange"} <= {traffic.kind for traffic in step.sent}
+
+
 def test_every_known_model_is_one_that_runs():
     for name in known_models():
         assert ModelConfig.from_hf(without_settings(read_config(name))).num_layers > 20
