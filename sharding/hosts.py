@@ -43,22 +43,17 @@ class Leader:
         self._closing = False
         self._lock = threading.Lock()
         self._peers: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + timeout
-        with socket.create_server((address, port), backlog=followers) as server:
-            while len(self._peers) < followers:
-                server.settimeout(max(deadline - time.monotonic(), 0.001))
-                try:
-                    peer, _ = server.accept()
-                except TimeoutError:
-                    raise Lost(
-                        f"{len(self._peers)} of {followers} followers came to {address}:{port} within {timeout:.0f} s; "
-                        f"here are ranks {sorted(self._peers)}"
-                    ) from None
-                self._greet(peer, terms)
+        try:
+            self._gather(address, port, followers, terms, timeout)
+        except BaseException:
+            for peer in self._peers.values():
+                peer.close()
+            raise
         for rank, peer in self._peers.items():
-            threading.Thread(
+            watch = threading.Thread(
                 target=self._watch, args=(rank, peer), name=f"follower {rank}", daemon=True
-            ).start()
+            )
+            watch.start()
 
     def send(self, kind: int, *parts: bytes) -> None:
         """One frame to every follower."""
@@ -79,35 +74,51 @@ class Leader:
                 if gone:
                     peer.close()
 
-    def _greet(self, peer: socket.socket, terms: dict[str, Any]) -> None:
+    def _gather(self, address: str, port: int, followers: int, terms: dict[str, Any], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        with socket.create_server((address, port), backlog=followers) as server:
+            while len(self._peers) < followers:
+                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    peer, _ = server.accept()
+                except TimeoutError:
+                    raise Lost(
+                        f"{len(self._peers)} of {followers} followers came to {address}:{port} within {timeout:.0f} s; "
+                        f"here are ranks {sorted(self._peers)}"
+                    ) from None
+                problem = self._greet(peer, terms)
+                if problem:
+                    peer.close()
+                    raise Lost(problem)
+
+    def _greet(self, peer: socket.socket, terms: dict[str, Any]) -> str:
+        """What is wrong with a process that has come, if anything; it is told, too."""
         peer.settimeout(SILENCE)
         hello = json.loads(_receive(peer)[1])
         rank, theirs = hello["rank"], hello["terms"]
         differ = [name for name in terms if terms[name] != theirs.get(name)]
-        problem = (
-            ""
-            if not differ
-            else (
+        problem = f"two processes have rank {rank}" if rank in self._peers else ""
+        if differ:
+            problem = (
                 f"process {rank} was started with {differ[0]}={theirs.get(differ[0])!r}, and the leader with "
                 f"{terms[differ[0]]!r}; start all with the same settings"
             )
-        )
-        problem = f"two processes have rank {rank}" if rank in self._peers else problem
         _send(peer, 1, problem.encode())
-        if problem:
-            raise Lost(problem)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._peers[rank] = peer
+        if not problem:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._peers[rank] = peer
+        return problem
 
     def _watch(self, rank: int, peer: socket.socket) -> None:
-        try:
-            while True:
-                _receive(peer)
-        except (OSError, EOFError) as why:
-            if self._closing:
-                return
-            self._closing = True
-            silent = isinstance(why, TimeoutError)
+        with peer:
+            try:
+                while True:
+                    _receive(peer)
+            except (OSError, EOFError) as why:
+                if self._closing:
+                    return
+                self._closing = True
+                silent = isinstance(why, TimeoutError)
             reason = f"gave no sign of life for {SILENCE:.0f} s" if silent else "has gone"
             self.on_lost(f"process {rank} of the engine {reason}; restart all of them")
             self.stop(kind=_ALIVE)  # the others find the connection closed, and end
@@ -130,6 +141,7 @@ class Follower:
         _send(self._peer, 1, json.dumps({"rank": rank, "terms": terms}).encode())
         problem = _receive(self._peer)[1].decode()
         if problem:
+            self._peer.close()
             raise Lost(problem)
         self._peer.settimeout(None)
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
@@ -138,9 +150,11 @@ class Follower:
         """What the leader sends; Lost when it dies."""
         while True:
             try:
-                yield _receive(self._peer)
+                frame = _receive(self._peer)
             except (OSError, EOFError) as why:
                 raise Lost("the leader has gone; restart all processes of the engine") from why
+            if frame[0] != _ALIVE:
+                yield frame
 
     def close(self) -> None:
         self._closing = True

@@ -9,6 +9,13 @@ import pytest
 
 from sharding.hosts import Follower, Leader, Lost
 
+
+@pytest.fixture(autouse=True)
+def nobody_gives_up(monkeypatch):
+    """A process that loses its engine ends; here all of them are the test."""
+    monkeypatch.setattr("sharding.hosts.give_up", lambda why: None)
+
+
 TERMS = {"model": "tiny", "tensor_parallel_size": 2}
 
 
@@ -61,6 +68,8 @@ def test_a_follower_that_dies_is_missed_and_the_others_are_let_go():
     with pytest.raises(Lost):
         leader.send(1, b"nobody listens")
     assert len(why) == 1
+    for follower in (first, second):
+        follower.close()
 
 
 def test_processes_with_other_settings_are_refused_by_name():
@@ -71,8 +80,11 @@ def test_processes_with_other_settings_are_refused_by_name():
 
 
 def test_two_processes_of_one_rank_are_refused():
-    leader, _ = assembled((1, TERMS), (1, TERMS), timeout=2.0)
+    leader, followers = assembled((1, TERMS), (1, TERMS), timeout=2.0)
     assert isinstance(leader, Lost) and "two processes have rank 1" in str(leader)
+    for follower in followers:
+        if isinstance(follower, Follower):
+            follower.close()
 
 
 def test_who_did_not_come_is_known_by_those_who_did():
