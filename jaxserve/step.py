@@ -23,8 +23,10 @@ from jaxserve.sampling.logprobs import score
 from jaxserve.sampling.params import MAX_LOGPROBS
 from jaxserve.sampling.sample import Sampled, sample
 from jaxserve.sampling.state import SlotState
+from jaxserve.spread import spread_size, unpack_spread
 from pallas_kernels.op import platform
-from sharding.kernels import whole
+from sharding.context import from_whoever_has
+from sharding.kernels import mapped, whole
 from sharding.rules import batch_axes
 
 COMPILER_OPTIONS = {
@@ -55,6 +57,9 @@ class StepOutput:
     scores: Scores
     hidden: Array  # [T, D]: after the model's last norm
     expert_loads: Array | None  # i32 [mixture layers, E]: rows that each expert got; None without experts
+    expert_drops: Array | None = (
+        None  # i32 [mixture layers]: choices that found no room; None without a capacity
+    )
 
 
 class Step:
@@ -84,12 +89,15 @@ class Step:
         """Traced and lowered for one bucket; arguments may be arrays or their shapes."""
         groups = self.placement.groups if self.placement else 1
         sharding = self.placement.flat if self.placement else None
-        flat = jax.ShapeDtypeStruct((groups * flat_size(bucket),), jnp.int32, sharding=sharding)
+        each = spread_size(bucket) if bucket.spread > 1 else flat_size(bucket)
+        flat = jax.ShapeDtypeStruct((groups * each,), jnp.int32, sharding=sharding)
         with self._mesh():
             return self.jitted.lower(params, pool, state, flat, bucket=bucket)
 
     def _mesh(self) -> AbstractContextManager[Any]:
-        return jax.set_mesh(self.placement.mesh) if self.placement else nullcontext()
+        if self.placement is None:
+            return nullcontext()
+        return jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh)
 
 
 def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket):
@@ -101,27 +109,22 @@ def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, 
 
     def of_group(*args):
         output, pool, state = step(*args)
-        if output.expert_loads is not None:
-            output = replace(output, expert_loads=jax.lax.psum(output.expert_loads, groups))
-        return output, pool, state
+        counted = jax.lax.psum((output.expert_loads, output.expert_drops), groups)
+        return replace(output, expert_loads=counted[0], expert_drops=counted[1]), pool, state
 
     rows = P(groups)
     in_specs = tuple(
         placement.inside(s) for s in (placement.params, placement.pool, placement.state, placement.flat)
     )
-    output = StepOutput(read=P(None, groups), sampled=rows, scores=rows, hidden=rows, expert_loads=P())  # type: ignore[arg-type]
+    output: Any = StepOutput(P(None, groups), rows, rows, rows, P(), P())  # type: ignore[arg-type]
     out_specs = (output, *in_specs[1:3])
-    # Kernels do not say over which axes their results vary, so it is not checked.
-    mapped = jax.shard_map(
-        of_group, in_specs=in_specs, out_specs=out_specs, axis_names=set(groups), check_vma=False
-    )
-    return mapped(params, pool, state, flat)
+    return mapped(of_group, groups, in_specs, out_specs)(params, pool, state, flat)
 
 
 def _out_shardings(placement: Placement):
     """Pages and slots stay where they are; what the host reads is on every process, where there are several."""
     everywhere = placement.everywhere if placement.spans_processes else None
-    output = StepOutput(everywhere, everywhere, everywhere, None, everywhere)  # type: ignore[arg-type]
+    output: Any = StepOutput(everywhere, everywhere, everywhere, None, everywhere, everywhere)  # type: ignore[arg-type]
     return output, placement.pool, placement.state
 
 
@@ -132,13 +135,21 @@ def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, buc
         # One exchange, not one for every question that sampling asks of the vocabulary.
         return whole(model.logits(config, params, hidden))
 
-    batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
+    last_here = None
+    if bucket.spread > 1:
+        batch, reads, knobs, last_here = unpack_spread(flat, bucket, page_size)
+    else:
+        batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
     hidden_TD, pool, inside = model.forward(config, params, batch, pool)
-    logits_BV = logits(hidden_TD[reads.rows])
+    last_BD = hidden_TD[reads.rows]
+    if last_here is not None:
+        last_BD = from_whoever_has(last_BD, last_here)
+    logits_BV = logits(last_BD)
     sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
     scores = _score(logits, hidden_TD, reads.targets)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
-    return StepOutput(read, sampled, scores, hidden_TD, inside.get("expert_loads")), pool, state
+    counts = inside.get("expert_loads"), inside.get("expert_drops")
+    return StepOutput(read, sampled, scores, hidden_TD, *counts), pool, state
 
 
 def _score(logits, hidden_TD: Array, targets: Array) -> Scores:
