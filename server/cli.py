@@ -1,4 +1,4 @@
-"""The `jaxserve` command: serve, chat, generate, convert, bench. Each imports what it needs only when run."""
+"""The `jaxserve` command and its parts; each imports only what it needs."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from jaxserve.checkpoint_config import EvalConfig, QuantizeConfig
 from jaxserve.config import EngineConfig
 from jaxserve.demo import resolve_demo
 from jaxserve.errors import ConfigError, JaxserveError
-from server.flags import Parser, add_flags, add_foreign_flags, config_from
+from server.flags import Parser, add_flags, add_foreign_flags, config_from, integer
 
 _OF_A_MODEL = ("served_model_name", "sse_keep_alive_interval")  # settings that a router leaves to its workers
 _MODEL_HELP = "a folder, a .gguf file, a hub name, or demo:smollm2 (the small model of the demo extra)"
@@ -47,18 +47,20 @@ def _parser() -> Parser:
   jaxserve convert model.gguf converted/               a form that loads faster
   jaxserve quantize demo:smollm2 small/ --format int4  fewer bits
   jaxserve eval small/ --reference demo:smollm2        what that cost
+  jaxserve plan deepseek-v3 --topology v5p:4x4x4       size a deployment before renting it
   jaxserve bench --base-url http://localhost:8000      measure it
 Each command has its own --help.""",
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
-    _add_chat(commands)
     _add_route(commands)
+    _add_chat(commands)
     _add_generate(commands)
     _add_convert(commands)
     _add_quantize(commands)
     _add_eval(commands)
+    _add_plan(commands)
     commands.add_parser("bench", help="measure a running server or the engine in this process")
     return parser
 
@@ -93,8 +95,6 @@ def _add_serve(commands) -> None:
     _add_engine_flags(parser)
 
 
-def _add_chat(commands) -> None:
-    parser = _command(
 def _add_route(commands) -> None:
     from server.config import ServerConfig
     from server.router.config import RouterConfig
@@ -113,6 +113,8 @@ def _add_route(commands) -> None:
     add_flags(parser, ServerConfig, title="server", skip=_OF_A_MODEL)
 
 
+def _add_chat(commands) -> None:
+    parser = _command(
         commands,
         "chat",
         _chat,
@@ -211,6 +213,37 @@ def _add_eval(commands) -> None:
     add_flags(parser, EvalConfig, title="eval", skip=("model",))
 
 
+def _add_plan(commands) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        _plan,
+        help="compile a model's steps for a TPU slice that is not here, and count",
+        epilog="""examples:
+  jaxserve plan deepseek-v3 --topology v5p:4x4x4 --max-model-len 8k
+  jaxserve plan llama-3.3-70b --topology v6e:2x4 --tensor-parallel-size 8 --output plan.json
+  jaxserve plan /models/my-model --topology tpu7x:2x2x1 --context-len 32k --save-compiled compiled/
+
+Needs no TPU, only its compiler (pip install 'jaxserve[tpu]'), and of the model only its config.json; the well-known
+ones come along. Sizes and limits (--max-num-seqs, --max-num-batched-tokens) are of each data-parallel group.""",
+    )
+    _add_model(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--topology", required=True, metavar="SLICE", help="chip and shape, as v5e:2x4 or v5p:4x4x4"
+    )
+    group.add_argument(
+        "--context-len",
+        type=integer,
+        default=4096,
+        metavar="N",
+        help="tokens of a running sequence (default: 4096)",
+    )
+    group.add_argument("--output", metavar="FILE", help="the plan as JSON")
+    group.add_argument("--save-compiled", metavar="DIR", help="folder for the compiled steps")
+    _add_engine_flags(parser)
+
+
 def _add_model(parser: Parser) -> None:
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--model", metavar="MODEL", help="the same, as a flag")
@@ -267,6 +300,18 @@ def _serve(args: argparse.Namespace) -> None:
     run(config, server, roles)
 
 
+def _route(args: argparse.Namespace) -> None:
+    from server.config import ServerConfig
+    from server.router.config import RouterConfig
+
+    router = config_from(args, RouterConfig)
+    if router.tokenizer:
+        router = dataclasses.replace(router, tokenizer=resolve_demo(router.tokenizer))
+    from server.router.serve import run
+
+    run(router, config_from(args, ServerConfig))
+
+
 def _chat(args: argparse.Namespace) -> None:
     if args.url and model_name(args):
         raise ConfigError("both --url and a model were given; leave one out")
@@ -300,18 +345,6 @@ def _quantize(args: argparse.Namespace) -> None:
 
     report = quantize(config_from(args, QuantizeConfig, source=resolve_demo(args.src)), args.dst)
     found = report["evaluation"]
-def _route(args: argparse.Namespace) -> None:
-    from server.config import ServerConfig
-    from server.router.config import RouterConfig
-
-    router = config_from(args, RouterConfig)
-    if router.tokenizer:
-        router = dataclasses.replace(router, tokenizer=resolve_demo(router.tokenizer))
-    from server.router.serve import run
-
-    run(router, config_from(args, ServerConfig))
-
-
     print(f"weights: {report['bytes_before'] / 1e6:.1f} MB -> {report['bytes_after'] / 1e6:.1f} MB")
     print(
         f"perplexity: {found['reference_perplexity']:.3f} -> {found['perplexity']:.3f} on {found['tokens']} tokens"
@@ -330,6 +363,18 @@ def _eval(args: argparse.Namespace) -> None:
         Path(config.output).write_text(json.dumps(dataclasses.asdict(config) | found.as_dict(), indent=1))
     for name, value in found.as_dict().items():
         print(f"{name}: {value:.6g}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from server.plan import run
+
+    run(
+        config_from(args, EngineConfig, model=model_name(args)),
+        args.topology,
+        args.context_len,
+        args.output,
+        args.save_compiled,
+    )
 
 
 def _bench(argv: list[str]) -> int:
