@@ -335,7 +335,8 @@ def refuse_to_follow(config: EngineConfig) -> None:
     if config.node_rank:
         raise ConfigError(
             f"node_rank={config.node_rank} follows the process of rank 0 and takes no requests; run it as "
-            f"jaxserve serve {config.model} --nnodes {config.nnodes} --node-rank {config.node_rank} with the same settings"
+            f"jaxserve serve {config.model} --nnodes {config.nnodes} --node-rank {config.node_rank} with the same "
+            "settings"
         )
 
 

@@ -82,9 +82,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     longest = fitting_length(config, longest, num_pages)
     config = replace(config, max_model_len=longest)
 
-    weights = load(
-        params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True
-    )
+    weights = load(params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True)
     buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
     if where and where.context > 1:
         budget = config.max_num_batched_tokens
