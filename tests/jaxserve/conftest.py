@@ -23,12 +23,11 @@ def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
 
 @pytest.fixture(scope="session")
 def tiny_of(tiny, tmp_path_factory, compilation_cache_dir) -> Callable[[str], Built]:
-    """The same of any architecture, for two sequences at a time if it is another: fewer steps to compile."""
+    """The same of any architecture."""
 
     @functools.cache
     def make(arch: str) -> Built:
-        few = SIZES | {"max_num_seqs": 2}
-        return tiny if arch == "llama" else _built(arch, few, tmp_path_factory, compilation_cache_dir)
+        return tiny if arch == "llama" else _built(arch, SIZES, tmp_path_factory, compilation_cache_dir)
 
     return make
 

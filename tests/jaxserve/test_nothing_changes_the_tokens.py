@@ -149,7 +149,7 @@ WAYS = {
     "chunked": {"max_num_batched_tokens": 8},
     "crowded": {},
     "one_at_a_time": {"max_num_seqs": 1},
-    "preempted": {"pages": 34},
+    "preempted": {"pages": 40},
     "read_at_once": {"async_scheduling": False},
     "not_cached": {"enable_prefix_caching": False},
 }
