@@ -19,11 +19,11 @@ def _switch(*names: str, reason: str, harmless: bool = False) -> ForeignFlag:
 
 _NO_STAGES = "layers are not divided over devices; use --tensor-parallel-size or --data-parallel-size"
 _NO_CONTEXT = (
-    "a sequence's tokens are not divided over devices; use --tensor-parallel-size or --data-parallel-size"
+    "a sequence's cache is on one group of devices; --prefill-context-parallel-size divides its prompt"
 )
 _NO_BALANCE = "experts stay where they were placed"
 _NO_TOOLS = "the answer's text is handed on as it is; tool calls and reasoning are not parsed out of it"
-_NO_TRANSFER = "cached pages stay on the device that computed them"
+_NO_OFFLOAD = "weights and cached pages stay on the device"
 _NO_LORA = "adapters are not applied; merge them into the checkpoint"
 _NO_DRAFTS = "there is no speculative decoding"
 _FORMAT = "the checkpoint's own files say how it is stored"
@@ -39,7 +39,6 @@ _SPECULATIVE = (
 FOREIGN = (
     ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _NO_STAGES, harmless=("1",)),
     ForeignFlag(("--decode-context-parallel-size", "-dcp"), _NO_CONTEXT, harmless=("1",)),
-    ForeignFlag(("--prefill-context-parallel-size", "-pcp"), _NO_CONTEXT, harmless=("1",)),
     ForeignFlag(("--all2all-backend",), "rows go by the device's own all-to-all"),
     ForeignFlag(("--eplb-config",), _NO_BALANCE),
     _switch("--enable-eplb", reason=_NO_BALANCE),
@@ -53,9 +52,12 @@ FOREIGN = (
     _switch("--headless", reason="a --node-rank above 0 answers no requests", harmless=True),
     ForeignFlag(("--tool-call-parser", "--reasoning-parser", "--reasoning-config"), _NO_TOOLS),
     _switch("--enable-auto-tool-choice", reason=_NO_TOOLS),
-    ForeignFlag(("--kv-transfer-config", "--kv-events-config", "--disaggregation-mode"), _NO_TRANSFER),
-    ForeignFlag(("--cpu-offload-gb",), _NO_TRANSFER, harmless=("0",)),
-    _switch("--enable-hierarchical-cache", reason=_NO_TRANSFER),
+    ForeignFlag(
+        ("--kv-transfer-config", "--kv-events-config", "--disaggregation-mode"),
+        "workers with --role prefill and --role decode hand pages over, and jaxserve route finds them",
+    ),
+    ForeignFlag(("--cpu-offload-gb",), _NO_OFFLOAD, harmless=("0",)),
+    _switch("--enable-hierarchical-cache", reason=_NO_OFFLOAD),
     _switch("--enable-lora", reason=_NO_LORA),
     ForeignFlag(("--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank"), _NO_LORA),
     ForeignFlag(_SPECULATIVE, _NO_DRAFTS),
