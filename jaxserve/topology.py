@@ -59,12 +59,12 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
             return Topology(data=data, tensor=tensor, context=context)
         ways = data * tensor * context
     sizes = model_sizes(model)
+    if not sizes.experts:
+        raise ConfigError(
+            f"{model.name} has no experts to divide; leave enable_expert_parallel and expert_parallel_size out"
+        )
     found = {topology.expert_devices(sizes): topology for topology in _with_experts(data, tensor, context)}
     if ways not in found:
-        if not sizes.experts:
-            raise ConfigError(
-                f"{model.name} has no experts to divide; leave enable_expert_parallel and expert_parallel_size out"
-            )
         possible = ", ".join(str(n) for n in sorted(found) if n)
         raise ConfigError(
             f"the {sizes.experts} experts of {model.name} cannot be divided {ways} ways with "

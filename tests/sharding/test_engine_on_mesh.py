@@ -39,7 +39,7 @@ def config(**settings) -> EngineConfig:
 
 def answers(model: str, **mesh: int):
     llm = LLM(model, **SIZES | {"max_num_seqs": 2, "compilation_cache_dir": ""}, **mesh)
-    outputs = [llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, GREEDY, DRAWN)]
+    outputs = [llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, DRAWN)]
     states = llm.hidden_states(PROMPTS)
     llm.close()
     return outputs, states, llm
@@ -51,15 +51,15 @@ def scores(output) -> list[float]:
 
 def test_heads_and_sequences_divided_at_once(model):
     """Two groups of four devices; two kv heads, each kept by two of them."""
-    (first, again, drawn), states, _ = answers(model)
-    (other, cached, others), other_states, llm = answers(model, tensor_parallel_size=4, data_parallel_size=2)
+    (first, drawn), states, _ = answers(model)
+    (other, others), other_states, llm = answers(model, tensor_parallel_size=4, data_parallel_size=2)
     for mine, theirs in zip([*first, *drawn], [*other, *others], strict=True):
         assert theirs.outputs[0].token_ids == mine.outputs[0].token_ids
     for mine, theirs in zip(first, other, strict=True):
         np.testing.assert_allclose(scores(theirs), scores(mine), atol=1e-4)
     for mine, theirs in zip(states, other_states, strict=True):
         np.testing.assert_allclose(theirs, mine, atol=1e-4)
-    assert sum(o.num_cached_tokens for o in cached) == sum(o.num_cached_tokens for o in again) > 0
+    assert sum(o.num_cached_tokens for o in others) == sum(o.num_cached_tokens for o in drawn) > 0
     assert isinstance(llm.engine.scheduler, GroupedScheduler)
     assert all(group.cache.cached for group in llm.engine.scheduler.groups), "both had sequences"
 
