@@ -19,7 +19,7 @@ def forward(
     """
     model, length = model_for(c), tokens.shape[0] // sequences
     shape = (sequences + 1, *model.cache_shape(c, length))
-    pool = tuple(jnp.zeros(shape, jnp.float32) for _ in range(c.num_layers))
+    pool = tuple(jnp.zeros(shape, params["embed"].dtype) for _ in range(c.num_layers))
     hidden, _, inside = model.forward(c, params, _batch(tokens, sequences, length), pool, collect=collect)
     return hidden, inside
 

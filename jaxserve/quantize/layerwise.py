@@ -34,7 +34,7 @@ class Layerwise:
         for x in self.stream:
             _, found = self._run(number, layer, x, observed)
             for path, values in found.items():
-                part = inputs(*values, x.shape[0])
+                part = inputs(values, x.shape[0])
                 seen[path] = seen[path] + part if path in seen else part
         return {path: seen[path] for path in paths if path in seen}
 

@@ -44,9 +44,10 @@ def observed(fn: Callable[..., Any], weights: Any, *args: Any) -> Callable[..., 
     return run
 
 
-def inputs(gram: Any, largest: Any, sample: Any, count: int) -> Inputs:
-    """On the host."""
-    return Inputs(np.asarray(gram), np.asarray(largest), np.asarray(sample), count)
+def inputs(summed: tuple[Any, Any, Any], count: int) -> Inputs:
+    """What `observed` gives for a weight, on the host; `count` rows."""
+    gram, largest, sample = map(np.asarray, summed)
+    return Inputs(gram, largest, sample, count)
 
 
 def _summed(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -31,9 +31,14 @@ def with_scales(w: np.ndarray, scales: Any, whole: Any, format: Format) -> QTens
     return encode_with(w, np.asarray(scales), None, None if whole is None else np.asarray(whole), format)
 
 
-@partial(jax.jit, static_argnames="format")
-def best_scales(w: Array, format: Format, importance: Array | None = None) -> tuple[Array, Array | None]:
-    """(the scales [F / rows, D / columns] of a symmetric format, its scale of the whole matrix or None)."""
+@partial(jax.jit, static_argnames=("format", "searched"))
+def best_scales(
+    w: Array, format: Format, importance: Array | None = None, *, searched: bool = True
+) -> tuple[Array, Array | None]:
+    """(the scales [F / rows, D / columns] of a symmetric format, its scale of the whole matrix or None).
+
+    Not `searched`, they are those of the largest values.
+    """
     blocks, weights = _blocks(w, format), None
     if importance is not None:
         weights = _blocks(importance.astype(jnp.float32)[None], format)[:1, :1]
@@ -52,6 +57,8 @@ def best_scales(w: Array, format: Format, importance: Array | None = None) -> tu
         wins = found[0] < best[0]
         return jax.tree.map(lambda new, old: jnp.where(wins, new, old), found, best), None
 
+    if not searched:
+        return error(jnp.float32(1))[1][:, 0, :, 0], whole
     # Powers of two have only their neighbours to choose from.
     tried = np.array([1, 0.5, 2], np.float32) if format.scale == jnp.uint8 else SHRINK
     (_, scales), _ = jax.lax.scan(better, error(jnp.float32(1)), jnp.asarray(tried))
@@ -69,7 +76,7 @@ def nearest(x: Array, step: Array, kind: str) -> Array:
     return jnp.clip(jnp.rint(ratio), low, high) * step
 
 
-def steps_of(scales: Array, whole: Array | None, format: Format, shape: tuple[int, int]) -> Array:
+def steps_of(scales: Array, whole: Array | None, format: Format, shape: tuple[int, ...]) -> Array:
     """The step of every element of a matrix [F, D]."""
     (f, d), (rows, columns) = shape, format.block
     steps = block_steps(scales, whole, format)

@@ -5,13 +5,16 @@ The product stays the same. AWQ (arXiv:2306.00978) protects the weights that lar
 """
 
 from collections.abc import Sequence
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxserve.quantize.observe import Inputs
-from jaxserve.quantize.rounding import quantised
-from pallas_kernels.formats import Format, dequantise
+from jaxserve.quantize.rounding import best_scales, nearest, steps_of
+from pallas_kernels.formats import Format
 
 STRENGTHS = np.arange(0, 1, 0.2)  # of AWQ's scales: how much the inputs' size counts
 MIGRATION = 0.5  # of SmoothQuant
@@ -24,12 +27,20 @@ def awq_scales(weights: Sequence[np.ndarray], inputs: Inputs, format: Format) ->
     for strength in STRENGTHS:
         scales = size**strength
         scales = (scales / np.sqrt(scales.max() * scales.min())).astype(np.float32)
-        error = sum(
-            output_error(w, dequantise(quantised(w * scales, format)) / scales, inputs.gram) for w in weights
-        )
+        error = sum(float(_rounding_error(w, scales, inputs.gram, format)) for w in weights)
         if error < least:
             best, least = scales, error
     return best
+
+
+@partial(jax.jit, static_argnames="format")
+def _rounding_error(w: Array, by: Array, gram: Array, format: Format) -> Array:
+    """`output_error` of rounding with columns multiplied; with the plain scales of blocks, to be quick."""
+    w = jnp.asarray(w)
+    scales, whole = best_scales(w * by[None], format, searched=False)
+    steps = steps_of(scales, whole, format, w.shape)
+    difference = nearest(w * by[None], steps, format.codes) / by[None] - w
+    return jnp.sum(jnp.matmul(difference, gram, precision="highest") * difference)
 
 
 def smooth_scales(weights: Sequence[np.ndarray], inputs: Inputs, format: Format) -> np.ndarray:

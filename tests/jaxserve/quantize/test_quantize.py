@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,13 @@ def model(tmp_path_factory) -> str:
 
 def plan(model: str, format: str = "int4", method: str = "rtn", **settings) -> QuantizeConfig:
     return QuantizeConfig(model, format, method, **{"group_size": 64, "samples": 8, "length": 64} | settings)
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(c: ModelConfig, params):
+    """Of tokens 0 to 63."""
+    hidden, _ = forward(c, params, jnp.arange(64, dtype=jnp.int32), sequences=1)
+    return model_for(c).logits(c, params, hidden)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +97,9 @@ def test_rotated_weights_are_the_same_model(tmp_path, arch):
     turn, heads = random_rotation(c.hidden_size), random_rotation(c.head_dim, 1)
     moved = [rotated(c, without_norms(c, layer), turn, heads) for layer in layers]
 
-    def logits(c, outer, layers):
-        params = jax.tree.map(jnp.asarray, outer | {"layers": layers})
-        hidden, _ = forward(c, params, jnp.arange(40, dtype=jnp.int32), sequences=1)
-        return model_for(c).logits(c, params, hidden)
-
-    got = logits(replace(c, tied=False), rotated_outer(c, plain, turn), moved)
-    np.testing.assert_allclose(got, logits(c, plain, layers), rtol=1e-3, atol=1e-3)
+    params = rotated_outer(c, plain, turn) | {"layers": moved}
+    got, want = logits(replace(c, tied=False), params), logits(c, plain | {"layers": layers})
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
 def test_it_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch):
@@ -151,9 +155,8 @@ def test_evaluation_is_the_mean_over_the_tokens_of_a_file(model, tmp_path, capsy
     )
     assert found.kl == pytest.approx(0, abs=1e-6) and found.top1 == 1
     m, tokens = loaded(model), np.arange(64, dtype=np.int32)
-    hidden, _ = forward(m.config, m.params, jnp.asarray(tokens), sequences=1)
-    logits = np.asarray(model_for(m.config).logits(m.config, m.params, hidden), np.float64)
-    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    values = np.asarray(logits(m.config, m.params), np.float64)
+    logp = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
     want = np.exp(-logp[np.arange(63), tokens[1:]].mean())
     assert compare(m, pieces=tokens[None]).perplexity == pytest.approx(want, rel=1e-5)
     assert cli.main(["eval", model, "--text", str(tmp_path / "text.jsonl"), "--context", "64"]) == 0
@@ -177,7 +180,8 @@ def test_from_the_command_line(model, tmp_path, capsys):
     ]
     assert cli.main(argv) == 0
     assert "perplexity:" in capsys.readouterr().out
-    assert open_checkpoint(str(tmp_path / "q")).scheme == "compressed-tensors"
+    written = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert written["quantization_config"]["format"] == "nvfp4-pack-quantized"
 
 
 @pytest.mark.parametrize(
