@@ -27,9 +27,7 @@ from pallas_kernels.pages import plain_and_scales
 BLOCK_BYTES = 2 << 20  # of keys and values fetched at once: long enough to hide the latency of the next copy
 MOST_ROWS = 2048  # query rows of a head multiplied at once with a block of keys
 MOST_SCORES = 1 << 20  # of one step, float32 in VMEM
-MOST_QUERIES = (
-    1 << 14
-)  # tokens times heads of a tile; queries, results and sums take some 30 MB with heads of 128
+MOST_QUERIES = 1 << 21  # values of a tile's queries: with all that goes with them they take some 30 MB
 NARROW = ("v6e", "tpu7x")  # chips that take exponentials of bfloat16
 
 
@@ -105,7 +103,8 @@ def _check(q, pages, scales, page_table) -> None:
 
 def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> Blocks:
     """The given blocks, or the tuned ones of the nearest shape, or two megabytes of keys."""
-    (t, n, _), (_, _, k, page, width), here = q.shape, pages.shape, chip.ambient()
+    (t, n, h), (_, _, k, page, width), here = q.shape, pages.shape, chip.ambient()
+    lanes = h if h % LANES == 0 else width
     row_bytes = k * width * pages.dtype.itemsize
     context = page_table.shape[1] * page
     key = {
@@ -116,7 +115,7 @@ def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> B
         "width": width,
         "row_bytes": row_bytes,
     }
-    found = blocks or tuning.nearest("paged_attention", here, key) or _rule(t // b, n, row_bytes)
+    found = blocks or tuning.nearest("paged_attention", here, key) or _rule(t // b, n * lanes, row_bytes)
     unit = math.lcm(page, tpu_many.UNIT)
     keys = min(found["keys"], -(-context // unit) * unit)
     fit = MOST_SCORES // _at_once(n // k * found["rows"])
@@ -124,10 +123,10 @@ def _blocks(q, pages, page_table, b: int, blocks: Mapping[str, int] | None) -> B
     return Blocks(found["rows"], keys, many)
 
 
-def _rule(rows: int, heads: int, row_bytes: int) -> dict[str, int]:
+def _rule(rows: int, query: int, row_bytes: int) -> dict[str, int]:
     """Short tiles where sequences bring a few rows (verification), else as tall as VMEM lets many heads be."""
     return {
-        "rows": 16 if rows <= 16 else min(512, max(16, MOST_QUERIES // heads & -16)),
+        "rows": 16 if rows <= 16 else min(512, max(16, MOST_QUERIES // query & -16)),
         "keys": BLOCK_BYTES // row_bytes,
     }
 
