@@ -27,6 +27,12 @@ DRAWN = SamplingParams(
     ignore_eos=True,
 )
 
+FEW = SIZES | {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "compilation_cache_dir": "",
+}  # steps to compile
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -38,7 +44,7 @@ def config(**settings) -> EngineConfig:
 
 
 def answers(model: str, **mesh: int):
-    llm = LLM(model, **SIZES | {"max_num_seqs": 2, "compilation_cache_dir": ""}, **mesh)
+    llm = LLM(model, **FEW, **mesh)
     outputs = [llm.generate(PROMPTS, params, use_tqdm=False) for params in (GREEDY, DRAWN)]
     states = llm.hidden_states(PROMPTS)
     llm.close()
@@ -65,7 +71,7 @@ def test_heads_and_sequences_divided_at_once(model):
 
 
 def test_every_device_holds_its_part_of_weights_and_pages(model):
-    llm = LLM(model, **SIZES | {"compilation_cache_dir": ""}, tensor_parallel_size=2)
+    llm = LLM(model, **FEW, tensor_parallel_size=2)
     runner = llm.engine.runner
     assert isinstance(runner, DeviceRunner)
     held = {
