@@ -29,16 +29,16 @@ class LogprobsWriter:
         """Completions' `logprobs`, and the text offset after them. A prompt's first token has none."""
         out: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(token_ids, entries, strict=True):
-            text = self._text(token, entry[token] if entry else None)
-            out["tokens"].append(text)
+            shown = self._text(token, entry[token] if entry else None)
+            out["tokens"].append(shown)
             out["text_offset"].append(offset)
             out["token_logprobs"].append(_finite(entry[token].logprob) if entry else None)
-            tops = {
-                self._text(other, logprob): _finite(logprob.logprob)
-                for other, logprob in (entry or {}).items()
-            }
+            tops: dict[str, float] = {}
+            for other, logprob in (entry or {}).items():  # tokens of equal text are one entry: the likelier
+                text = self._text(other, logprob)
+                tops[text] = max(_finite(logprob.logprob), tops.get(text, LOWEST))
             out["top_logprobs"].append(tops or None)
-            offset += len(text)
+            offset += len(shown)
         return out, offset
 
     def prompt(self, entries: Sequence[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
