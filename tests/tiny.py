@@ -19,45 +19,27 @@ TEMPLATE = (
 )
 
 
-EXPERTS: dict[str, dict[str, Any]] = {  # what configs of models with experts say besides, by model_type
-    "deepseek_v3": {
-        "head_dim": None, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-        "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "sliding_window": None,
-    },
-    "gpt_oss": {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False,
-        },
-    },
-}  # fmt: skip
-
-
 def tiny_config(arch: str = "llama", vocab: int = 320, layers: int = 2, **fields: Any) -> dict[str, Any]:
     """A config.json of a model with some thousand weights; `fields` go in as they are."""
-    return (
-        {
-            "architectures": [arch.removesuffix("_text").capitalize() + "ForCausalLM"],
-            "model_type": arch,
-            "vocab_size": vocab,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "sliding_window": None if arch in ("llama", "olmo2") else 16,
-            "tie_word_embeddings": False,
-            "torch_dtype": "float32",
-            "bos_token_id": 256,
-            "eos_token_id": 257,
-        }
-        | EXPERTS.get(arch, {})
-        | fields
-    )
+    return {
+        "architectures": [arch.removesuffix("_text").capitalize() + "ForCausalLM"],
+        "model_type": arch,
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": None if arch in ("llama", "olmo2") else 16,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    } | fields
 
 
 def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -107,11 +89,14 @@ def tiny_checkpoint(
     return directory
 
 
-def tiny_tokenizer(directory: Path | str) -> None:
-    """Token i < 256 is byte i, then the special ones: tokenizer.json and its two config files."""
+def tiny_tokenizer(directory: Path | str, vocab: int = 256 + len(SPECIAL)) -> None:
+    """Token i < 256 is byte i, then the special ones, then words up to `vocab`: tokenizer.json and two configs."""
     directory = Path(directory)
-    alphabet = _byte_letters()
-    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    entries = {letter: i for i, letter in enumerate(_byte_letters())}
+    if vocab > 256 + len(SPECIAL):
+        entries |= {token: 256 + i for i, token in enumerate(SPECIAL)}
+        entries |= {f"word{i}": i for i in range(256 + len(SPECIAL), vocab)}
+    made = Tokenizer(models.BPE(vocab=entries, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

@@ -18,7 +18,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,), "is_causal": (True,), "embedding_multiplier": (1,),
     "residual_multiplier": (1,), "attention_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
     "scale_emb": (1,), "scale_depth": (1,), "parallel_residual": (False,), "attn_temperature_tuning": (False,),
-    "kv_lora_rank": (), "index_topk": (), "n_shared_experts": (0,), "swiglu_limit": (), "rope_interleave": (False,),
+    "kv_lora_rank": (), "index_topk": (), "shared_expert_intermediate_size": (0,), "n_shared_experts": (0,),
+    "swiglu_limit": (), "rope_interleave": (False,),
     "num_experts": (0, 1), "num_local_experts": (0, 1), "n_routed_experts": (0, 1),
     "quantization_config": (), "compression_config": (),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """One tiny model, compiled once for all tests of the engine."""
 
 import functools
+import shutil
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,29 +12,34 @@ from jaxserve.config import EngineConfig
 from jaxserve.metrics import Metrics
 from jaxserve.runner import DeviceRunner
 from tests.engines import SIZES
-from tests.tiny import tiny_checkpoint
+from tests.jaxserve.models.running import GOLDEN
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
     """A warm engine; `tests.engines.around` makes others on its runner."""
-    return _built("llama", SIZES, tmp_path_factory, compilation_cache_dir)
+    path = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True)
+    return _warm(EngineConfig(str(path), compilation_cache_dir=compilation_cache_dir, **SIZES))
 
 
 @pytest.fixture(scope="session")
-def tiny_of(tiny, tmp_path_factory, compilation_cache_dir) -> Callable[[str], Built]:
-    """The same of any architecture."""
+def golden(tmp_path_factory, compilation_cache_dir) -> Callable[[str], Built]:
+    """The same around a model of tests/golden, for fewer sequences at a time: fewer steps to compile."""
 
     @functools.cache
     def make(arch: str) -> Built:
-        return tiny if arch == "llama" else _built(arch, SIZES, tmp_path_factory, compilation_cache_dir)
+        folder = tmp_path_factory.mktemp(arch)
+        for file in ("config.json", "model.safetensors"):
+            shutil.copy(GOLDEN / arch / file, folder)
+        tiny_tokenizer(folder, vocab=512)
+        few = SIZES | {"max_num_seqs": 4}
+        return _warm(EngineConfig(str(folder), compilation_cache_dir=compilation_cache_dir, **few))
 
     return make
 
 
-def _built(arch: str, sizes: dict[str, Any], tmp_path_factory, compilation_cache_dir: str) -> Built:
-    path = tiny_checkpoint(tmp_path_factory.mktemp(arch), arch, tokenizer=True)
-    config = EngineConfig(str(path), compilation_cache_dir=compilation_cache_dir, **sizes)
+def _warm(config: EngineConfig) -> Built:
     built = build(config, Metrics(CollectorRegistry(), "tiny"))
     runner = built.engine.runner
     assert isinstance(runner, DeviceRunner) and runner.warm.wait(290)

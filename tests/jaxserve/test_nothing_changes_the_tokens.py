@@ -12,6 +12,7 @@ from jaxserve.build import Built
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling.params import SamplingParams
 from tests.engines import Traffic, around, complete, counted, greedy
+from tests.jaxserve.models.running import golden_prompts
 
 LONG = [(i * i * 37 + 11 * i) % 250 for i in range(90)]
 
@@ -155,15 +156,19 @@ WAYS = {
 }
 
 
-# Models with experts, one with a latent cache, one with sinks and windows.
-CASES = [("llama", way) for way in WAYS] + [
-    (arch, way) for arch in ("deepseek_v3", "gpt_oss") for way in ("chunked", "preempted")
-]
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_request_at_once(tiny, way):
+    every_kind_at_once(tiny, way)
 
 
-@pytest.mark.parametrize("arch, way", CASES)
-def test_every_kind_of_request_at_once(tiny_of, arch, way):
-    built = tiny_of(arch)
+@pytest.mark.parametrize("way", ["chunked", "preempted"])
+@pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_oss"])
+def test_every_kind_with_experts(golden, arch, way):
+    """And with a latent cache, or with sinks and windows."""
+    every_kind_at_once(golden(arch), way)
+
+
+def every_kind_at_once(built: Built, way: str) -> None:
     engine, plain = around(built, **WAYS[way]), alone(built)
     traffic = Traffic(engine)
     for again in range(2):  # the second time with what the first has left in the cache
@@ -180,6 +185,22 @@ def test_every_kind_of_request_at_once(tiny_of, arch, way):
     assert (hits > 0) == (way != "not_cached")
     cached = traffic.done["3 1"].num_cached_tokens
     assert cached == (0 if way == "not_cached" else 76) or way == "preempted"
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_oss"])
+def test_goldens_are_served(golden, arch):
+    """The engine gives the tokens of the reference implementation: in chunks, side by side, from cached prefixes."""
+    engine = around(golden(arch), max_num_batched_tokens=8)
+    prompts = [p for p in golden_prompts(arch) if p["length"] < 100]
+    traffic = Traffic(engine)
+    for again in range(2):
+        for p in prompts:
+            traffic.add(Request(f"{p['length']} {again}", p["ids"], greedy(max_tokens=24)))
+        traffic.finish()
+    for p in prompts:
+        for again in range(2):
+            assert list(traffic.done[f"{p['length']} {again}"].outputs[0].token_ids) == p["greedy"]
+    assert traffic.done["37 1"].num_cached_tokens == 36
 
 
 def test_the_kinds_show_what_they_are_for(plain):

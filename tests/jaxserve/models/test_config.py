@@ -2,13 +2,16 @@
 
 import json
 import logging
+import math
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.moe import Routing
 from jaxserve.models import ModelConfig, model_for
-from sharding.params import Param
+from jaxserve.models.sizes import Latent
+from sharding.params import Cut, Param
 from tests.jaxserve.models.running import GOLDEN
 from tests.tiny import tiny_config
 
@@ -156,3 +159,90 @@ def test_params_follow_the_config():
 def test_configs_are_hashable_and_equal_by_value():
     hf = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
     assert hash(ModelConfig.from_hf(hf)) == hash(ModelConfig.from_hf(hf))
+
+
+@pytest.mark.parametrize(
+    "arch, fields, named",
+    [
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob as false"),
+        ("deepseek_v3", {"n_group": 3}, "n_group as a divisor of the 256 experts"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group as at most n_group=8"),
+        (
+            "deepseek_v3",
+            {"n_routed_experts": 32, "topk_group": 1},
+            "num_experts_per_tok as at most the 4 experts that may",
+        ),
+        ("deepseek_v3", {"scoring_func": "sqrtsoftplus"}, "scoring_func as one of softmax, sigmoid"),
+        ("deepseek_v3", {"topk_method": "best"}, "topk_method as one of greedy, group_limited_greedy"),
+        ("deepseek_v3", {"index_topk": 64}, "index_topk=64"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace as a whole number"),
+        ("deepseek_v3", {"moe_layer_freq": [1]}, "an entry for each of 2 layers"),
+        ("llama", {"kv_lora_rank": 16}, "kv_lora_rank=16"),
+        ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers as a list of layer numbers"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size=16"),
+        ("mixtral", {"num_experts_per_tok": 9}, "at most the 8 experts"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 2}, "layer_types as a list of"),
+    ],
+)
+def test_experts_refused_by_name(arch, fields, named):
+    with pytest.raises(ConfigError, match=named):
+        config(arch, **{"sliding_window": None, "first_k_dense_replace": 0} | fields)
+
+
+def mixture_layers(arch: str, **fields: Any) -> tuple[bool, ...] | None:
+    mixture = config(arch, sliding_window=None, **fields).mixture
+    return mixture and mixture.layers
+
+
+def test_which_layers_have_experts():
+    assert mixture_layers("mixtral") == (True, True)
+    assert mixture_layers("qwen3_moe", layers=6, decoder_sparse_step=2, mlp_only_layers=[3]) == (
+        False, True, False, False, False, True,
+    )  # fmt: skip
+    assert mixture_layers("qwen3_moe", mlp_only_layers=[0, 1]) is None
+    assert mixture_layers("qwen3_moe", num_experts=0) is None
+    assert mixture_layers("deepseek_v2", layers=3) == (True,) * 3
+    assert mixture_layers("deepseek_v3", layers=5, first_k_dense_replace=1, moe_layer_freq=2) == (
+        False, False, True, False, True,
+    )  # fmt: skip
+    listed = {"layers": 4, "first_k_dense_replace": 0, "moe_layer_freq": [0, 1, 1, 0, 1]}
+    assert mixture_layers("deepseek_v3", **listed) == (False, True, True, False)
+    assert mixture_layers("deepseek_v3", first_k_dense_replace=2) is None
+    assert mixture_layers("glm4_moe", n_routed_experts=None) is None
+
+
+def test_how_experts_are_chosen():
+    def routing(arch: str, **fields: Any):
+        made = config(arch, **{"layers": 4, "sliding_window": None} | fields).mixture
+        assert made
+        return made.routing, made.selection_bias, made.shared_ffn_size
+
+    assert routing("deepseek_v3") == (Routing(256, 8, "sigmoid", 8, 4, 2, True, 2.5), True, 2048)
+    assert routing("kimi_k2", n_group=None, topk_group=None, n_shared_experts=None) == (
+        Routing(256, 8, "sigmoid", 1, 1, 2, True, 2.5), True, 0,
+    )  # fmt: skip
+    assert routing("deepseek_v2", n_shared_experts=2, moe_intermediate_size=100) == (
+        Routing(64, 6), False, 200,
+    )  # fmt: skip
+    limited = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    assert routing("deepseek_v2", **limited)[0] == Routing(64, 6, "softmax", 8, 3)
+    assert routing("deepseek_v2", n_group=8, topk_group=3)[0] == Routing(64, 6)  # greedy knows no groups
+    assert routing("qwen3_moe")[0] == Routing(128, 8)
+    assert routing("qwen3_moe", norm_topk_prob=True, num_local_experts=16)[0] == Routing(
+        16, 8, normalised=True
+    )
+    assert routing("gpt_oss", sliding_window=16, experts_per_token=3)[0] == Routing(128, 3, normalised=True)
+
+
+def test_latents_follow_the_config():
+    made = config("deepseek_v3", layers=4, sliding_window=None, q_lora_rank=None, attention_bias=True)
+    first = model_for(made).params(made)["layers"][0]
+    assert made.latent == Latent(512, None, 128, 64, 128, bias=True) and made.kv_heads == 1
+    assert first["q"].source.endswith("q_proj.weight") and "q_a" not in first
+    assert first["k_up"].cut == Cut(1, 256, slice(0, 128)) and first["v_up"].shape == (4, 128, 512)
+    assert "kv_a_bias" in first and "o_bias" in first
+    assert made.attention_scale == pytest.approx(192**-0.5)
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale_all_dim": 0.707}
+    scaled = config("deepseek_v2", sliding_window=None, rope_scaling=yarn | {"mscale": 0.707})
+    assert scaled.attention_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert scaled.ropes[0].magnitude == 1 and len(scaled.ropes[0].frequencies) == 32
