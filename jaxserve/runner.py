@@ -93,7 +93,10 @@ class DeviceRunner:
         for bucket in buckets:
             if self._closing:
                 return
-            self._compile(bucket)
+            try:
+                self._compile(bucket)
+            except Exception:
+                log.exception("%s does not compile; the larger steps that are ready do its work", bucket)
         atexit.unregister(self.close)
         self.warm.set()
         log.info("all %d steps are compiled", len(self._buckets))

@@ -1,11 +1,14 @@
 """After the warm-up nothing compiles, whatever requests ask for; and a compile would be counted."""
 
+import logging
 from dataclasses import replace
 
 import jax
 import numpy as np
 
+from jaxserve.buckets import first_needed
 from jaxserve.request import Request
+from jaxserve.runner import DeviceRunner
 from tests.engines import Traffic, counted
 from tests.jaxserve.test_nothing_changes_the_tokens import KINDS
 
@@ -35,3 +38,22 @@ def test_a_compile_would_be_counted(tiny):
     jax.jit(lambda x: x * 3 + offset)(np.float32(1)).block_until_ready()
     assert counted(metrics, COMPILES) == before[0] + 1
     assert counted(metrics, "jaxserve:compile_seconds_total") > before[1]
+
+
+def test_a_step_that_does_not_compile_behind_the_server_is_done_without(tiny, monkeypatch, caplog):
+    runner: DeviceRunner = tiny.engine.runner
+    needed = first_needed(runner._buckets)
+    bad, good = [bucket for bucket in runner._buckets if bucket not in needed][:2]
+    half = DeviceRunner(runner.step, runner.params, runner.pool, runner.state, runner._buckets)
+    compiled = []
+
+    def compile(bucket, options=None):
+        if bucket == bad:
+            raise RuntimeError("no room")
+        compiled.append(bucket)
+
+    monkeypatch.setattr(half, "_compile", compile)
+    with caplog.at_level(logging.ERROR):
+        half._compile_all([bad, good])
+    assert compiled == [good] and half.warm.is_set()
+    assert f"{bad} does not compile" in caplog.text
