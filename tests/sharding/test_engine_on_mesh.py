@@ -27,11 +27,8 @@ DRAWN = SamplingParams(
     ignore_eos=True,
 )
 
-FEW = SIZES | {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "compilation_cache_dir": "",
-}  # steps to compile
+# Four steps to compile.
+FEW = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 8, "compilation_cache_dir": ""}
 
 
 @pytest.fixture(scope="module")
