@@ -36,7 +36,8 @@ def ring_attention(
     For use under `shard_map`: every device holds some queries and some keys, and the keys go round the ring until all
     queries have met all keys. A query sees the keys with starts <= kv_place <= q_place, so with places as
     `layout.zigzag` gives them, several sequences share one ring, causally, and all devices have the same work.
-    Keys may be more than queries: an earlier context that stayed where it was computed. Rows at place -1 are nobody's.
+    Keys may be more than queries: an earlier context that stayed where it was computed. Rows at place -1 are nobody's
+    and may hold anything finite.
 
     kv holds what a kv head keeps of a token: its key and value side by side (W = 2H, V = H), and query head n uses kv
     head n // (N / K). With `latent`, for absorbed latent attention (DeepSeek-V2, arXiv 2405.04434), the row is the key
@@ -119,7 +120,9 @@ def cost(
     seen = np.maximum(upto - np.searchsorted(order, np.asarray(starts), side="left"), 0)
     pairs = int(np.sum(np.where(np.asarray(q_places) >= 0, seen, 0)))
     results = q.shape[0] * n * (width * q.dtype.itemsize + 4)
-    return 2 * pairs * n * (h + width), devices * s * k * w * kv.dtype.itemsize + q.nbytes + results
+    return 2 * pairs * n * (
+        h + width
+    ), devices * s * k * w * kv.dtype.itemsize + q.size * q.dtype.itemsize + results
 
 
 def link_bytes(kv: Any, devices: int) -> int:

@@ -46,12 +46,10 @@ def ring_attention(
     q, kv, q_places, kv_places, starts, *, scale, axis_name, latent=None, blocks=None
 ):  # fmt: skip
     """See `reference.ring_attention`. A multiple of 128 queries and keys on every device; heads of 64 or whole 128s."""
-    (t, n, h), (s, k, w) = q.shape, kv.shape
+    (_, n, h), (s, k, w) = q.shape, kv.shape
     _check(q, kv, latent)
-    devices, here = lax.axis_size(axis_name), chip.ambient()
-    key = {"tokens": t, "keys": s, "heads": n // k, "width": w}
-    found = blocks or tuning.nearest("ring_attention", here, key) or _rule(latent is not None)
-    static, parts = _static(q, kv, latent, scale, axis_name, found)
+    devices = lax.axis_size(axis_name)
+    static, parts = sizes(q, kv, scale=scale, axis_name=axis_name, latent=latent, blocks=blocks)
     q_rows = _rows_of(q, static, parts)
     if static.key != h:
         q_rows = jnp.pad(q_rows, ((0, 0), (0, 0), (0, static.key - h)))
@@ -64,14 +62,15 @@ def ring_attention(
         jnp.zeros((*q_rows.shape[:2], static.sums), jnp.float32),
     )
 
-    def step(i, carry):
+    def turn(i, carry):
         places = everyones[lax.rem(me - i + devices, devices)]
         scalars = jnp.stack([me, i % 2, (i < devices - 1).astype(jnp.int32)])
-        return _step(static, scalars, q_rows, q_info, places, *carry)
+        return step(static, scalars, q_rows, q_info, places, *carry)
 
     slots = jnp.broadcast_to(kv.transpose(1, 0, 2), (2, k, s, w))
-    state, _ = lax.fori_loop(0, devices, step, (state, slots))
-    top, weight = state.stats[..., 0], state.stats[..., -1]
+    state, _ = lax.fori_loop(0, devices, turn, (state, slots))
+    # All lanes of a half are equal; picking one of them would turn the whole array around in memory.
+    top, weight = (jnp.max(half, axis=-1) for half in jnp.split(state.stats, 2, axis=-1))
     out = state.sums[..., -(h if latent is None else latent) :] / jnp.maximum(weight, 1e-30)[..., None]
     lse = jnp.where(
         weight > 0, top / np.float32(tpu_body.LOG2E) + jnp.log(jnp.maximum(weight, 1e-30)), NOTHING
@@ -99,23 +98,29 @@ def _rule(latent: bool) -> dict[str, int]:
     return {"rows": 1024, "keys": 512 if latent else 1024, "at_once": 256}
 
 
-def _static(q, kv, latent, scale, axis_name, found: Mapping[str, int]) -> tuple[Static, int]:
+def sizes(
+    q, kv, *, scale: float, axis_name: str, latent: int | None, blocks: Mapping[str, int] | None
+) -> tuple[Static, int]:
     """Every size of one step, and how many parts the heads are cut into: those of one kv head, or fewer."""
     (t, n, h), (s, k, w) = q.shape, kv.shape
-    rows = max(LANES, found["rows"] // LANES * LANES)
-    g = n // k
-    heads = max(x for x in range(1, g + 1) if g % x == 0 and x * LANES <= rows)
-    slabs = t // LANES
-    tokens = LANES * max(x for x in range(1, slabs + 1) if slabs % x == 0 and x * heads * LANES <= rows)
-    blocks = s // LANES
-    keys = LANES * max(x for x in range(1, blocks + 1) if blocks % x == 0 and x * LANES <= found["keys"])
+    key = {"tokens": t, "keys": s, "heads": n // k, "width": w}
+    found = blocks or tuning.nearest("ring_attention", chip.ambient(), key) or _rule(latent is not None)
+    most = max(1, found["rows"] // LANES)
+    heads = _divisor(n // k, most)
+    tokens = LANES * _divisor(t // LANES, most // heads)
+    keys = LANES * _divisor(s // LANES, found["keys"] // LANES)
+    at_once = LANES * _divisor(heads * tokens // LANES, found["at_once"] // LANES)
     whole = h % LANES != 0 and latent is None  # narrow heads: [q | 0] against the whole row
-    static = Static(
-        scale=scale, axis_name=axis_name, heads=heads, tokens=tokens, keys=keys,
-        at_once=min(found["at_once"], heads * tokens) // LANES * LANES, kv_heads=k, key=w if whole else h,
-        value=0 if whole or latent is not None else h, sums=w if whole else latent or h, blocks=s // keys,
-    )  # fmt: skip
-    return static, n // heads
+    return Static(
+        scale=scale, axis_name=axis_name, heads=heads, tokens=tokens, keys=keys, at_once=at_once, kv_heads=k,
+        key=w if whole else h, value=0 if whole or latent is not None else h, sums=w if whole else latent or h,
+        blocks=s // keys,
+    ), n // heads  # fmt: skip
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, and at least 1."""
+    return max(x for x in range(1, number + 1) if number % x == 0 and (x <= most or x == 1))
 
 
 def _rows_of(q: Array, s: Static, parts: int) -> Array:
@@ -151,7 +156,7 @@ def _pairs(s: Static, q_info: Array, places: Array) -> tuple[Array, Array]:
     return codes, jnp.maximum(jnp.sum(some, dtype=jnp.int32), 1)
 
 
-def _step(s: Static, scalars: Array, q: Array, q_info: Array, places: Array, state: State, slots: Array):
+def step(s: Static, scalars: Array, q: Array, q_info: Array, places: Array, state: State, slots: Array):
     """(the state after the keys in one slot, the slots with the neighbour's keys in the other)."""
     parts, rows = q.shape[0], s.heads * s.tokens
     here = chip.ambient()
