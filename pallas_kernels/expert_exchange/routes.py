@@ -25,19 +25,16 @@ def routes(counts: Array, axis_name, rows: int, max_rows: int, back: bool) -> tu
         raise ValueError(
             f"counts of shape {counts.shape} on {devices} devices of mesh axis {axis_name!r}: one row a device"
         )
-    if back:
-        return _routes(counts, axis_name, rows, max_rows, (0, 2, 1), (1, 0, 2))
-    return _routes(counts, axis_name, rows, max_rows, (0, 1, 2), (1, 2, 0))
-
-
-def _routes(counts, axis_name, rows, max_rows, leaving, arriving) -> tuple[Routes, Array]:
-    """The same with the orders, as axes of [source, device, group], that rows lie in before and after."""
     wanted = lax.all_gather(counts, axis_name)
+    return from_counts(wanted, rows, max_rows, back), wanted[:, lax.axis_index(axis_name)]
+
+
+def from_counts(wanted: Array, rows: int, max_rows: int, back: bool) -> Routes:
+    """The routes that follow from all devices' counts, [sources, devices, groups]."""
+    leaving, arriving = ((0, 2, 1), (1, 0, 2)) if back else ((0, 1, 2), (1, 2, 0))
     begin, place = _before(wanted, leaving), _before(wanted, arriving)
     room = jnp.minimum(rows - begin, max_rows - place)
-    return Routes(begin, jnp.clip(wanted, 0, jnp.maximum(room, 0)), place), wanted[
-        :, lax.axis_index(axis_name)
-    ]
+    return Routes(begin, jnp.clip(wanted, 0, jnp.maximum(room, 0)), place)
 
 
 def _before(counts: Array, order: tuple[int, int, int]) -> Array:

@@ -7,12 +7,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip
-from pallas_kernels.expert_exchange.routes import routes
+from pallas_kernels.expert_exchange.routes import Routes, routes
 from pallas_kernels.op import Unfit
 
 LANES = 128
@@ -28,13 +28,18 @@ def expert_exchange(rows, counts, *, axis_name, max_rows, back=False):
         raise Unfit(f"{counts.shape} counts fill the scalar memory")
     lines = rows.reshape(rows.shape[0], -1, LANES)
     route, received = routes(counts, axis_name, rows.shape[0], max_rows, back)
-    me = lax.axis_index(axis_name).astype(jnp.int32)
+    out = launch(route, lax.axis_index(axis_name).astype(jnp.int32), lines, axis_name, max_rows)
+    return out.reshape(max_rows, *row), received
+
+
+def launch(route: Routes, me: Array, lines: Array, axis_name, max_rows: int) -> Array:
+    """What device `me` does: `lines` [T, lines, 128] to where `route` says, and the others' into the result."""
     count = route.count[me]
     totals = jnp.stack([me, jnp.sum(count, dtype=jnp.int32), jnp.sum(route.count[:, me], dtype=jnp.int32)])
     scalars = (totals, route.begin[me].reshape(-1), count.reshape(-1), route.place[me].reshape(-1))
-    out = pl.pallas_call(
-        partial(_body, axis_name, *counts.shape),
-        out_shape=jax.ShapeDtypeStruct((max_rows, *lines.shape[1:]), rows.dtype),
+    return pl.pallas_call(
+        partial(_body, axis_name, *count.shape),
+        out_shape=jax.ShapeDtypeStruct((max_rows, *lines.shape[1:]), lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
@@ -45,7 +50,6 @@ def expert_exchange(rows, counts, *, axis_name, max_rows, back=False):
         compiler_params=pltpu.CompilerParams(collective_id=COLLECTIVE, has_side_effects=True),
         name="expert_exchange",
     )(*scalars, lines)
-    return out.reshape(max_rows, *row), received
 
 
 def _body(
