@@ -156,9 +156,9 @@ def stream(engine: Engine, lines: list[str]) -> None:
         lines += (line for line in answer.iter_lines() if line)
 
 
-@pytest.mark.supports("many processes", "heads over four processes")
-def test_four_processes_share_every_layer_and_end_together(start):
-    engine = start("qwen3", 4, 1, tensor_parallel_size=4)
+@pytest.mark.supports("many processes", "sequences over four processes, heads over the devices of each")
+def test_four_processes_answer_as_one_and_end_together(start):
+    engine = start("qwen3", 4, 2, tensor_parallel_size=2, data_parallel_size=4)
     engine.wait_for("/readyz", 200, 200)
     check_answers(engine, "qwen3")
     engine.processes[0].send_signal(signal.SIGTERM)
