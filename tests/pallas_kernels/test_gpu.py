@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.pages import packed
 from pallas_kernels.row_tiles import row_tiles
 from pallas_kernels.triton_limits import check_addresses
+from tests.device import gpu as on_a_card
 
 
 def tiny():
@@ -221,3 +222,8 @@ def test_page_write_puts_rows_in_any_order():
         f(pages, rows, places, layer=jnp.int32(1)) for f in (interpreted(page_write), page_write.reference)
     )
     assert_equal(got, want, 0)
+
+
+def test_the_check_for_a_card_says_when_there_is_none():
+    with pytest.raises(SystemExit, match="There is no GPU here"):
+        on_a_card.main()
