@@ -77,13 +77,15 @@ class JsonLines:
     """A span a line."""
 
     def __init__(self, path: str):
+        self._path = Path(path)
         try:
-            self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for good)
+            self._path.open("a").close()
         except OSError as why:
             raise ConfigError(f"trace_file={path!r} cannot be written: {why.strerror}") from None
 
     def __call__(self, span: Span) -> None:
-        self._file.write(json.dumps(asdict(span)) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(span)) + "\n")
 
 
 class Collector:

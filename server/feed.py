@@ -59,21 +59,28 @@ class Reader:
 async def _lines(app: FastAPI, reader: Reader) -> AsyncIterator[str]:
     clock = asyncio.get_running_loop().time
     told: dict[str, Any] = {}
-    told_at = 0.0
+    times: dict[str, Any] = {}
+    due = 0.0  # when it is told even if it is the same
     known = None
     while True:
         served: Served = app.state.served
         loaded = served.engine.health().state != "starting"
         if loaded and known is not served.engine:
-            known = served.engine
+            known, due = served.engine, 0.0
             yield _line({"worker": about(served)})
         news = reader.news(served.engine.cache_events) if loaded else None
         if news:
             yield _line(news)
-        now = load(served)
-        if now != told or clock() - told_at >= BEAT:
-            told, told_at = now, clock()
+        beat = clock() >= due
+        if beat:
+            due = clock() + BEAT
+            times = measured(served) if loaded else {}
+        now = load(served) | times
+        if now != told or beat:
+            told = now
             yield _line({"load": now})
+        if now["state"] == "draining" and not now["running"] + now["waiting"]:
+            return  # an open stream would hold up the end of the process
         await asyncio.sleep(LOOK)
 
 
@@ -92,12 +99,29 @@ def about(served: Served) -> dict[str, Any]:
 
 
 def load(served: Served) -> dict[str, Any]:
-    """How things stand; times are in seconds, and null until they were measured."""
+    """How things stand."""
     health = served.engine.health()
     if health.state == "starting":
         return {"state": health.state}
-    pace = served.engine.step_times.pace()
-    return {"state": health.state, **asdict(served.engine.load()), "pace": pace}
+    return {
+        "state": health.state,
+        **asdict(served.engine.load()),
+        "role": getattr(served.engine, "role", None),
+    }
+
+
+def measured(served: Served) -> dict[str, Any]:
+    """How long things take, in seconds; null until it was measured."""
+    return {"pace": served.engine.step_times.pace(), "transfer_per_token": _transfer_per_token(served)}
+
+
+def _transfer_per_token(served: Served) -> float | None:
+    """Seconds that taking a prompt from another worker added to its first token, for each token; None without any."""
+    if getattr(served.engine, "role", None) is None:
+        return None
+    value, label = served.engine.registry.get_sample_value, {"model_name": served.names[0]}
+    tokens = value("jaxserve:kv_transfer_tokens_total", label)
+    return value("jaxserve:kv_transfer_exposed_seconds_sum", label) / tokens if tokens else None
 
 
 def _shown(change: Change) -> str:

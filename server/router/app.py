@@ -24,6 +24,7 @@ from server.router.metrics import RouterMetrics
 from server.router.prompt_tokens import CHAT, COMPLETIONS, PromptTokens, Tokenized
 from server.router.prompt_tokens import Asked as AskedTokens
 from server.router.relay import Relay
+from server.router.role_moves import keep_planning
 from server.router.timeline import Timeline
 from server.served import VERSION
 
@@ -65,9 +66,12 @@ def create_app(router_config: RouterConfig, config: ServerConfig | None = None) 
     @asynccontextmanager
     async def followed(app: FastAPI) -> AsyncIterator[None]:
         await fleet.start()
+        planning = asyncio.create_task(keep_planning(fleet)) if router_config.plan_roles else None
         try:
             yield
         finally:
+            if planning:
+                planning.cancel()
             await fleet.close()
 
     app = FastAPI(title="jaxserve route", version=VERSION, redoc_url=None, lifespan=followed)
@@ -128,7 +132,7 @@ async def _asked(routed: Routed, request: Request, path: str, body: dict[str, An
     return Asked(
         model if isinstance(model, str) else None,
         tokens,
-        len(await request.body()),
+        len(await request.body()) if path.startswith("/v1/") else 0,
         salt if isinstance(salt, str) else "",
         session if isinstance(session, str) and session else None,
         limit if isinstance(limit, int) and limit > 0 else None,

@@ -20,6 +20,7 @@ from server.router.follow import follow
 from server.router.learned import Learned
 from server.router.metrics import RouterMetrics
 from server.router.prompt_tokens import page_names
+from server.router.split import reason_to_split
 from server.router.worker import Ticket, Worker
 
 log = logging.getLogger(__name__)
@@ -68,13 +69,13 @@ class Fleet:
         self._sessions: OrderedDict[str, str] = OrderedDict()  # to the address of who served it last
         self._turn = 0
         self._tasks: dict[str, asyncio.Task] = {}
-        self._looking: asyncio.Task | None = None
+        self._always: list[asyncio.Task] = []
 
     async def start(self) -> None:
         """Begin to follow; ConfigError if the file of addresses cannot be read."""
         addresses = Addresses(self.config)
         addresses.read_file()
-        self._looking = asyncio.create_task(keep_looking(addresses, self.set_addresses))
+        self._always = [asyncio.create_task(keep_looking(addresses, self.set_addresses))]
 
     @property
     def under_way(self) -> int:
@@ -82,7 +83,7 @@ class Fleet:
         return sum(len(worker.tickets) for worker in self.workers.values())
 
     async def close(self) -> None:
-        tasks = [task for task in (self._looking, *self._tasks.values()) if task]
+        tasks = [*self._always, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,14 +133,15 @@ class Fleet:
                 code="model_not_found",
             )
         now = time.monotonic()
-        return [
+        able = [
             worker
             for worker in known
             if worker.takes_requests(now)
             and worker not in tried
-            and worker.role != "prefill"
             and (model is None or model in worker.models)
         ]
+        # A role says what a worker is for, not what it can do.
+        return [worker for worker in able if worker.role != "prefill"] or able
 
     def pick(self, asked: Asked, tried: Iterable[Worker] = ()) -> tuple[Worker, Ticket]:
         """The worker for a request, which is counted as given to it; OverloadedError if there is none."""
@@ -160,13 +162,39 @@ class Fleet:
                 self._rng,
             )
         ticket = Ticket(
-            asked.pages_of(worker.page_size), asked.prompt_tokens, predictions[worker], time.monotonic()
+            asked.pages_of(worker.page_size),
+            asked.prompt_tokens,
+            predictions[worker],
+            time.monotonic(),
+            self._prefill_url(worker, asked, predictions[worker]),
         )
         worker.give(ticket)
         if asked.session:
             self._remember(asked.session, worker)
         self.metrics.on_given(worker.url)
         return worker, ticket
+
+    def _prefill_url(self, worker: Worker, asked: Asked, prediction: Prediction) -> str | None:
+        """The worker that is to compute the prompt for `worker`; None if that does it itself."""
+        now = time.monotonic()
+        others = [
+            other
+            for other in self.workers.values()
+            if other is not worker
+            and other.can_move
+            and other.role != "decode"
+            and other.takes_requests(now)
+            and set(other.models) & set(worker.models)
+        ]
+        if not worker.can_move or not others:
+            return None
+        prompt = asked.prompt_tokens
+        standing = worker.standing(self._pace(worker), self.learned.computed_tokens.or_else(prompt))
+        split, why = reason_to_split(
+            standing, prompt - prediction.hit, self.config.tpot_target, worker.load.get("transfer_per_token")
+        )
+        self.metrics.on_split(why)
+        return min(others, key=lambda other: self._predict(other, asked).ttft).url if split else None
 
     def _predict(self, worker: Worker, asked: Asked) -> Prediction:
         prompt, pages = asked.prompt_tokens, asked.pages_of(worker.page_size)
@@ -227,6 +255,10 @@ class Fleet:
         self.learned.prompt_tokens.add(prompt)
         self.learned.computed_tokens.add(prompt - cached)
         self.metrics.on_answered(worker.url, prompt, ticket.prediction.hit, cached)
+        now, pace = time.monotonic(), self._pace(worker)
+        together = max(sum(other.answering for other in worker.tickets), 1)
+        self.learned.prompt_seconds.add((prompt - cached) * pace.prompt_token, now)
+        self.learned.answer_seconds.add(output * pace.seconds(0, together) / together, now)
 
     def on_failed(self, worker: Worker, why: str) -> None:
         """The worker failed a request."""

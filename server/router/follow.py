@@ -17,23 +17,34 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts to reach a
 async def follow(
     worker: Worker, client: httpx.AsyncClient, headers: dict[str, str], lost_after: float
 ) -> None:
-    """Keep `worker` as it is now, until cancelled; it is lost when nothing is heard of it for `lost_after` seconds."""
-    pause = FIRST_PAUSE
+    """Keep `worker` as it is now, until cancelled.
+
+    It is lost when nothing is heard of it for `lost_after` seconds, or when its stream breaks off for good.
+    """
+    pause, heard = FIRST_PAUSE, False
     while True:
+        why = "it ended the stream of its events twice"
+        silent = False
         try:
             async for line in _lines(worker, client, headers, lost_after):
                 take(worker, line)
-                pause = FIRST_PAUSE
-            if worker.state != "draining":
-                worker.lose("it ended the stream of its events")
+                pause, heard = FIRST_PAUSE, True
         except Gap as gap:
             log.warning("%s: %s; asking for a snapshot", worker.url, gap)
             worker.resyncs += 1
             worker.mirror.restart("", 0, ())
-        except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it is: who is not understood is as good as gone
+            silent = isinstance(error, httpx.ReadTimeout)
+            why = (
+                f"nothing was heard of it for {lost_after:g} s"
+                if silent
+                else str(error) or type(error).__name__
+            )
+        if silent or not heard:
             if worker.state != "unreachable":
-                log.warning("%s is lost: %s", worker.url, _said(error, lost_after))
-            worker.lose(_said(error, lost_after))
+                log.warning("%s is lost: %s", worker.url, why)
+            worker.lose(why)
+        heard = False
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -63,9 +74,3 @@ def take(worker: Worker, line: dict[str, Any]) -> None:
         elif kind == "changes":
             changes = [Change(page[0] == "+", bytes.fromhex(page[1:])) for page in said["pages"]]
             worker.mirror.follow(said["stream"], said["after"], changes)
-
-
-def _said(error: Exception, lost_after: float) -> str:
-    if isinstance(error, httpx.TimeoutException | TimeoutError):
-        return f"nothing was heard of it for {lost_after:g} s"
-    return str(error) or type(error).__name__

@@ -16,8 +16,10 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.errors import OverloadedError
 from server.connection import ClientGone, while_connected
 from server.errors import as_api_error, error_body, error_response
+from server.prefill_url import HEADER as PREFILL
 from server.router.fleet import Asked, Fleet
 from server.router.passage import Passage, WorkerError
+from server.router.prompt_tokens import CHAT, COMPLETIONS
 from server.router.timeline import Timeline
 from server.router.worker import Ticket, Worker
 from server.stream import event
@@ -25,6 +27,7 @@ from server.stream import event
 log = logging.getLogger(__name__)
 WORKER = "X-Jaxserve-Worker"
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after", "www-authenticate", "allow")
+_COUNTED = (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/detokenize")
 _BROKEN = (httpx.HTTPError, httpx.StreamError, TimeoutError)
 
 
@@ -83,7 +86,8 @@ class Relay(Response):
             else:
                 await error_response(failure)(scope, receive, send)
         finally:
-            self._fleet.metrics.requests.labels(self._path, str(self.status_code)).inc()
+            path = self._path if self._path in _COUNTED else "other"
+            self._fleet.metrics.requests.labels(path, str(self.status_code)).inc()
             self._timeline.end(self.status_code, self._passage.usage)
 
     async def _run(self) -> None:
@@ -166,7 +170,7 @@ class Relay(Response):
                         worker.url + self._path,
                         params=self._request.query_params,
                         content=self._outgoing(),
-                        headers=self._headers(),
+                        headers=self._headers(ticket),
                     )
                     response = await stack.enter_async_context(stream)
                     if response.status_code >= 500:
@@ -175,12 +179,13 @@ class Relay(Response):
                 why = f"{worker.url}: {str(error) or worker.why or type(error).__name__}"
                 self._fleet.on_failed(worker, why)
                 raise Broken(why) from error
-            others = self._fleet.candidates(self._asked.model, self._tried)
-            if response.status_code >= 500 and others and not last and not self._started:
+            if response.status_code >= 500:
                 why = f"{worker.url} answered {response.status_code}"
                 if not (response.status_code == 503 and "retry-after" in response.headers):
                     self._fleet.on_failed(worker, why)
-                raise Broken(why)
+                others = self._fleet.candidates(self._asked.model, self._tried)
+                if others and not last and not self._started:
+                    raise Broken(why)
             return Opened(worker, ticket, response, stack.pop_all())
         raise AssertionError("the stack swallows nothing")
 
@@ -191,7 +196,7 @@ class Relay(Response):
     def _outgoing(self) -> bytes:
         return json.dumps(self._passage.request()).encode() if self._streamed else self._content
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self, ticket: Ticket) -> dict[str, str]:
         kept = {
             name: value
             for name, value in self._request.headers.items()
@@ -200,6 +205,8 @@ class Relay(Response):
         if self._fleet.config.worker_api_key:
             kept.pop("x-api-key", None)
             kept["authorization"] = f"Bearer {self._fleet.config.worker_api_key}"
+        if ticket.prefill_url:
+            kept[PREFILL] = ticket.prefill_url
         return kept | {
             "content-type": "application/json",
             "accept-encoding": "identity",

@@ -24,12 +24,15 @@ class Ticket:
     prompt_tokens: int
     prediction: Prediction
     sent_at: float
+    prefill_url: str | None = None  # of the worker that computes the prompt, if that is another
     answering: bool = False  # its first token has come
 
     @property
     def to_compute(self) -> int:
         """Prompt tokens that it adds to the worker's backlog."""
-        return 0 if self.answering else max(self.prompt_tokens - self.prediction.hit, 1)
+        if self.answering or self.prefill_url:
+            return 0
+        return max(self.prompt_tokens - self.prediction.hit, 1)
 
 
 class Worker:
@@ -62,7 +65,12 @@ class Worker:
     @property
     def role(self) -> str:
         """prefill, decode or both."""
-        return self.load.get("role") or self.about.get("role") or "both"
+        return self.load.get("role") or "both"
+
+    @property
+    def can_move(self) -> bool:
+        """Whether it hands prompts over and takes them, so that its role can be another."""
+        return self.load.get("role") is not None
 
     @property
     def page_size(self) -> int | None:
