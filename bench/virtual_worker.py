@@ -82,7 +82,11 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=4096, help="cache pages of 16 tokens (default: 4096)")
     args = parser.parse_args()
     config = EngineConfig(
-        "virtual", max_model_len=16384, max_num_seqs=32, num_gpu_blocks_override=args.pages + 1
+        "virtual",
+        max_model_len=16384,
+        max_num_seqs=32,
+        block_size=16,
+        num_gpu_blocks_override=args.pages + 1,
     )
     server = ServerConfig("127.0.0.1", args.port, ("virtual",), uvicorn_log_level="warning")
     serve(lambda: AsyncLLM(config, build=build), config, server)
