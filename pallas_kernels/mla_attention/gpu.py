@@ -50,7 +50,7 @@ def mla_attention(
     q_latent, q_rope, pages, page_table, q_starts, kv_lens, *, scale, first=None, layer=None
 ):  # fmt: skip
     """See `reference.mla_attention`. Latents of a power of two of values; caches in 8 bits with scales."""
-    values, scales = (x if x is None or layer is not None else x[None] for x in plain_and_scales(pages))
+    values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
     _check(q_latent, q_rope, values, scales)
     (t, n, _), b, page = q_latent.shape, kv_lens.shape[0], 2 * values.shape[-2]
     rows = max(16, min(MOST_ROWS, pl.next_power_of_2(pl.cdiv(t, b) * n)))

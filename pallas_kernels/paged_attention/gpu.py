@@ -65,7 +65,7 @@ def paged_attention(
     scale, layer=None, window=None, soft_cap=None, sinks=None, tree=None,
 ):  # fmt: skip
     """See `reference.paged_attention`. Heads of up to 256, a multiple of 16; pages of any size."""
-    values, scales = (x if x is None or layer is not None else x[None] for x in plain_and_scales(pages))
+    values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
     _check(q, values, scales)
     (t, n, _), k, b = q.shape, values.shape[2], kv_lens.shape[0]
     g = n // k
