@@ -87,7 +87,7 @@ class JaxLink:
         deadline = time.monotonic() + timeout
         try:
             arrays = self._pull(address, ticket, shapes)
-            while not all(array.is_ready() for array in arrays):
+            while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]
                 if time.monotonic() > deadline:
                     raise TransferError(f"{address} sent nothing for {timeout:g} s")
                 time.sleep(POLL)

@@ -15,7 +15,7 @@ from jax import Array, lax
 from pallas_kernels.pages import unpacked
 from sharding.kernels import page_write
 
-SIZES = (16, 32, 64, 128, 256)  # rows of a block: few programs, compiled once
+SIZES = (16, 64, 256)  # rows of a block: few programs, compiled once
 MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)  # odd, as in xxHash
 
 
@@ -46,9 +46,8 @@ def take(pool: Any, places: Array, *, latent: bool, dtype: str) -> tuple[tuple[A
     return rows, jnp.stack([checksum(layer) for layer in rows])
 
 
-@partial(jax.jit, donate_argnames="pool")
 def put(pool: Any, rows: tuple[Array, ...], places: Array) -> Any:
-    """The pool with each layer's rows at `places`, in the pool's data type."""
+    """The pool with each layer's rows at `places`, in the pool's data type; donate it, and nothing is copied."""
     if isinstance(pool, tuple):
         return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, rows, strict=True))
     for i, layer in enumerate(rows):

@@ -15,6 +15,7 @@ from jaxserve.models import ModelConfig
 from kv.wire import checksum
 
 PROTOCOL = 1
+TRAVELS = ("float32", "bfloat16", "float16")  # data types of caches whose rows can be handed over
 EQUAL = ("protocol", "model", "layers", "row")  # what a pair must agree in, and the release of jaxserve
 
 
@@ -49,7 +50,8 @@ class Handshake:
             raise Incompatible(
                 f"protocol is {PROTOCOL} here and {theirs!r} there; run the same release of jaxserve"
             )
-        return cls(**found | {"row": tuple(found["row"])})
+        fields: dict[str, Any] = found | {"row": tuple(found["row"])}
+        return cls(**fields)
 
     def link_to(self, other: "Handshake", preferred: str) -> str:
         """The kind of link over which `other`'s pages come here; Incompatible with the field that forbids it."""
@@ -57,6 +59,9 @@ class Handshake:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise Incompatible(f"{name} is {ours} here and {theirs} there; both workers need the same")
+        for dtype in (self.dtype, other.dtype):
+            if dtype not in TRAVELS:
+                raise Incompatible(f"dtype {dtype!r} cannot be handed over; use one of {', '.join(TRAVELS)}")
         ours, theirs = self.versions["jaxserve"], other.versions["jaxserve"]
         if ours != theirs:
             raise Incompatible(f"jaxserve is {ours} here and {theirs} there; run the same release")

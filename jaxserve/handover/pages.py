@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.handover.handshake import TRAVELS
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.runner import DeviceRunner
 from jaxserve.sequence import Sequence
@@ -29,6 +30,12 @@ class EnginePages:
             raise ConfigError(
                 "pages that come from elsewhere are found in the prefix cache; enable_prefix_caching"
             )
+        if engine.config.prefill_context_parallel_size > 1:
+            raise ConfigError("prompts spread over devices cannot be handed over yet; leave --role out")
+        if engine.config.kv_cache_dtype not in TRAVELS:
+            raise ConfigError(
+                f"a cache of {engine.config.kv_cache_dtype} cannot be handed over yet; use one of {', '.join(TRAVELS)}"
+            )
         self._runner, self._scheduler = engine.runner, engine.scheduler
         self.page_size = engine.config.block_size
         self.latent = model.latent is not None
@@ -37,26 +44,22 @@ class EnginePages:
         placement = engine.runner.step.placement
         self._mesh = placement.mesh if placement else None
         self._heads = placement.pool.spec[-3] if placement else None
+        stays = jax.tree.map(lambda pages: pages.sharding, engine.runner.pool) if placement else None
+        self._put = jax.jit(wire.put, donate_argnums=0, out_shardings=stays)
         leaf = jax.tree.leaves(engine.runner.pool)[0]
         pages = leaf.shape[0] if isinstance(engine.runner.pool, tuple) else leaf.shape[1]
         self._pages_each = pages // len(self._caches())
 
-    @property
-    def pieces(self) -> int:
-        """Parts in which each layer's rows leave, by head."""
-        if self._mesh is None or self._heads is None:
-            return 1
-        names = self._heads if isinstance(self._heads, tuple) else (self._heads,)
-        return int(np.prod([self._mesh.shape[name] for name in names]))
-
     def warm(self) -> None:
-        """Compile what moves blocks of every size, each page left as it is but the one for padding."""
+        """Compile what moves blocks of every size in the cache's own data type; only the padding page changes."""
+        dtype = str(jax.tree.leaves(self._runner.pool)[0].dtype)
         for size in wire.SIZES:
             at = np.arange(size, dtype=np.int32) % self.page_size
-            for dtype in {"float32", "bfloat16", str(jax.tree.leaves(self._runner.pool)[0].dtype)}:
-                with self._within():
-                    rows, _ = wire.take(self._runner.pool, at, latent=self.latent, dtype=dtype)
-                self.write(self.assembled([self.split(layer) for layer in rows]), at)
+            with self._within():
+                rows, _ = wire.take(self._runner.pool, at, latent=self.latent, dtype=dtype)
+            rows = self.assembled([self.split(layer) for layer in rows])
+            wire.checksums(rows)
+            self.write(rows, at)
 
     def take(self, seq: Sequence, start: int, count: int, rows: int, dtype: str) -> tuple[list[Any], Any]:
         """(each layer's rows of these tokens, in pieces; checksums): copies, so the pages may change at once."""
@@ -91,7 +94,7 @@ class EnginePages:
     def write(self, rows: tuple[jax.Array, ...], places: np.ndarray) -> None:
         """Put rows where they belong."""
         with self._within():
-            self._runner.pool = wire.put(self._runner.pool, rows, places)
+            self._runner.pool = self._put(self._runner.pool, rows, places)
 
     def reserve(self, tokens: list[int], salt: str) -> tuple[Lease, int] | None:
         """(pages for the full pages of a prompt, of which `lease.length` tokens are here; their group), or None."""
@@ -135,7 +138,7 @@ class EnginePages:
         return {"total": total, "free": free, "used": used, "cached": cached}
 
     def _caches(self) -> list[KVCache]:
-        groups = getattr(self._scheduler, "groups", None) or [self._scheduler]
+        groups: list[Any] = getattr(self._scheduler, "groups", None) or [self._scheduler]
         return [group.cache for group in groups]
 
     def _places(self, lease: Lease, group: int, start: int, count: int, rows: int) -> np.ndarray:

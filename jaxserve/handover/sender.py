@@ -103,12 +103,15 @@ class _Export:
         computed = min(seq.computed, self._end)
         if self._ended or computed <= self._next:
             return
-        for start, count, rows in wire.blocks(self._next, computed):
-            pieces, sums = self._sender._pages.take(seq, start, count, rows, self._dtype)
-            block = self._launched, start, count, rows
-            self._sender._announcer.submit(self._announce, block, pieces, sums)
-            self._launched += 1
-        self._next = computed
+        try:
+            for start, count, rows in wire.blocks(self._next, computed):
+                pieces, sums = self._sender._pages.take(seq, start, count, rows, self._dtype)
+                block = self._launched, start, count, rows
+                self._sender._announcer.submit(self._announce, block, pieces, sums)
+                self._launched += 1
+            self._next = computed
+        except Exception as failure:  # of this prompt only: the engine goes on
+            self._fail(failure)
 
     def _announce(self, block: tuple[int, int, int, int], pieces: list[Any], sums: Any) -> None:
         """Offer a block as soon as the device has it."""
@@ -125,8 +128,12 @@ class _Export:
             message = Block(number, start, count, rows, self._dtype, parts, checksums, ticket)
             self._say(self._announced_one, message)
         except Exception as failure:
-            log.exception("a block could not be offered")
-            self._say(self.messages.put_nowait, EngineError(f"a block could not be offered: {failure}"))
+            self._fail(failure)
+
+    def _fail(self, failure: Exception) -> None:
+        log.error("a block could not be offered", exc_info=failure)
+        self._ended = True
+        self._say(self.messages.put_nowait, EngineError(f"a block could not be offered: {failure}"))
 
     def _say(self, put: Any, message: Any) -> None:
         try:

@@ -59,4 +59,5 @@ def delta_json(delta: Delta) -> dict[str, Any]:
 def delta_from(found: dict[str, Any]) -> Delta:
     logprobs = found["logprobs"]
     listed = logprobs and [{token: Logprob(*said) for token, *said in of} for of in logprobs]
-    return Delta(**found | {"logprobs": listed})
+    fields: dict[str, Any] = found | {"logprobs": listed}
+    return Delta(**fields)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,7 @@ class Split:
         self.llm, self.pages, self.receiver, self.sender = llm, pages, receiver, sender
         self._handovers = metrics
         self.role, self._least = role, least
-        self._turns = itertools.cycle(sources) if sources else None
+        self._turns: Iterator[Source] | None = itertools.cycle(sources) if sources else None
         self._key, self._silence = api_key, silence
         self._workers: dict[str, HttpWorker] = {}  # that requests have named
         self._beside = beside
@@ -88,9 +88,9 @@ class Split:
         await self.llm.drain(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
+        self.llm.close()
         self.receiver.close()
         self.sender.close()
-        self.llm.close()
         if self._beside:
             self._beside.close()
 
