@@ -37,7 +37,7 @@ def test_a_place_is_a_token_of_a_page_and_padding_goes_to_page_0():
 
 
 def test_blocks_cover_the_tokens_in_few_sizes():
-    assert wire.blocks(3, 600) == [(3, 256, 256), (259, 256, 256), (515, 85, 128)]
+    assert wire.blocks(3, 600) == [(3, 256, 256), (259, 256, 256), (515, 85, 256)]
     assert wire.blocks(5, 5) == []
 
 

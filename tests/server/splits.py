@@ -71,6 +71,11 @@ async def tokens(engine: Any, prompt: list[int], params: SamplingParams | None =
     return [token for delta in await run(engine, prompt, params) for token in delta.token_ids]
 
 
+def forget(split: Split) -> None:
+    """Its cache finds nothing any more."""
+    split.llm.call(lambda engine: engine.scheduler.cache.reset()).result()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 async def settled(*splits: Split) -> None:
     """Soon every page is free or cached and no lease is held."""
     for split in splits:

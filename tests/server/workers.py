@@ -21,7 +21,12 @@ class Worker:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         listed: list[str] = []
-        for name, value in {"port": self.port, "host": "127.0.0.1", "compilation_cache_dir": cache, **flags}.items():
+        for name, value in {
+            "port": self.port,
+            "host": "127.0.0.1",
+            "compilation_cache_dir": cache,
+            **flags,
+        }.items():
             values = value if isinstance(value, tuple | list) else (value,)
             listed += [f"--{name.replace('_', '-')}", *(str(v) for v in values)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
