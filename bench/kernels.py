@@ -1,6 +1,6 @@
 """Every TPU kernel x real case x generation: static time against the floor, without a TPU.
 
-    python -m bench.kernels [--op NAME] [--case WORDS] [--chip NAME ...] [--output FILE] [--set rows=128 ...]
+    python -m bench.kernels [--op NAME] [--case WORDS] [--chip NAME ...] [--output FILE] [--set rows=128 ...] [--tune]
 
 The floor is max(flops / BF16 peak, bytes / bandwidth) of the op's own `cost`; `static` is max(cycles of the compiler's
 schedule / clock, HBM bytes / bandwidth); `simulated` adds the waits for copies. Only the kernels
@@ -143,7 +143,17 @@ def main() -> None:
     parser.add_argument("--chip", nargs="+", choices=list(CHIPS), default=list(CHIPS))
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="block sizes to try")
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="search for better block sizes and keep them in pallas_kernels/tuned",
+    )
     args = parser.parse_args()
+    if args.tune:
+        from bench.tune import tune_all  # which prices with this module's `run`
+
+        tune_all([args.op] if args.op else list(operations()), args.case, args.chip)
+        return
     blocks = {name: int(number) for name, number in (pair.split("=") for pair in args.set)} or None
     columns = (
         "op",

@@ -11,6 +11,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class ClockRunner:
     pace: Pace
     free_at: float = 0.0  # when the step launched last ends
 
-    def launch(self, rows: list[Row]) -> SimpleNamespace:
+    def launch(self, rows: list[Row]) -> Any:
         decoding = sum(row.samples and len(row.tokens) == 1 for row in rows)
         prompt_tokens = sum(len(row.tokens) for row in rows) - decoding
         seconds = self.pace.seconds(prompt_tokens, decoding)
@@ -77,7 +78,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events) -> Built:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("bench.virtual_worker", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("bench.virtual_worker", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pages", type=int, default=4096, help="cache pages of 16 tokens (default: 4096)")
     args = parser.parse_args()

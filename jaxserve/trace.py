@@ -70,7 +70,12 @@ def open_trace(file: str | None, endpoint: str | None, service: str) -> Trace | 
         traces.append(Collector(endpoint, service))
     if not traces:
         return None
-    return lambda span: [trace(span) for trace in traces] and None
+
+    def every(span: Span) -> None:
+        for trace in traces:
+            trace(span)
+
+    return every
 
 
 class JsonLines:

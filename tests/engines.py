@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.build import Built
 from jaxserve.engine import Engine
+from jaxserve.groups import Caches
 from jaxserve.metrics import Metrics
 from jaxserve.outputs import Collected
 from jaxserve.request import Request, RequestOutput
@@ -90,7 +91,8 @@ def check_idle(engine: Engine) -> None:
     """Nothing is left of the requests that there were."""
     cache, scheduler = engine.scheduler.cache, engine.scheduler
     assert not engine.ongoing and not scheduler.running and not scheduler.waiting
-    assert cache.used == 0 and cache.free + cache.cached == cache.num_pages - 1
+    for one in cache.each if isinstance(cache, Caches) else [cache]:
+        assert one.used == 0 and one.free + one.cached == one.num_pages - 1
 
 
 def complete(

@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from jaxserve.layers.over_layers import InStack
 from pallas_kernels.formats import QTensor
-from pallas_kernels.matmul import matmul
+from sharding.kernels import matmul
 
 Weight = Float[Array, "out in"] | QTensor | InStack
 

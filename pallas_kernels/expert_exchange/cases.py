@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 
@@ -58,7 +58,7 @@ class Case:
         values = np.random.default_rng(seed).normal(scale=30, size=rows.shape)
         return (jnp.asarray(values).astype(rows.dtype), jnp.asarray(counts)), options
 
-    def over(self, mesh: Mesh, fn: Callable) -> Callable:
+    def over(self, mesh: Mesh | AbstractMesh, fn: Callable) -> Callable:
         """`fn` on every device's part of the arguments."""
         axis = P(self.axis)
         return jax.shard_map(fn, mesh=mesh, in_specs=(axis, axis), out_specs=axis, check_vma=False)

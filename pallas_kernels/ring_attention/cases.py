@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ring_attention.layout import NOWHERE, zigzag
@@ -48,7 +48,7 @@ class Case:
         q, kv = (jnp.asarray(rng.normal(size=x.shape), dtype) for x in (q, kv))
         return (q, kv, *map(jnp.asarray, places)), options
 
-    def over(self, mesh: Mesh, fn: Callable) -> Callable:
+    def over(self, mesh: Mesh | AbstractMesh, fn: Callable) -> Callable:
         """`fn` on every device's part of the arguments."""
         axis = P(self.axis)
         return jax.shard_map(fn, mesh=mesh, in_specs=(axis,) * 5, out_specs=axis, check_vma=False)

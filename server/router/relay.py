@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,7 +281,7 @@ class Relay(Response):
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _events(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Whole events, without the empty line that ends each."""
     rest = b""
     async for part in response.aiter_raw():

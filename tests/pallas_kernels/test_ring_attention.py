@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
 from pallas_kernels.op import Unfit
-from pallas_kernels.ring_attention import ring_attention, tpu, zigzag
+from pallas_kernels.ring_attention import ring_attention, tpu, tpu_body, zigzag
 from pallas_kernels.ring_attention.cases import Case
 from pallas_kernels.ring_attention.layout import NOWHERE, PLACES
 from pallas_kernels.ring_attention.reference import cost
@@ -70,6 +70,22 @@ def test_small_tiles_on_tpu_with_some_of_nobody():
     want = over_ring(case, args, kwargs)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
+
+
+def test_the_race_detector_sees_keys_that_arrive_where_others_are_read(monkeypatch, caplog):
+    """It compares devices within one call; between calls the interpreter lets all devices wait for each other."""
+
+    def into_the_same_slot(s, r):
+        where, slot = {s.axis_name: 1 - r.scalars[0]}, r.slots.at[r.scalars[1]]
+        return pltpu.make_async_remote_copy(slot, slot, r.sent, r.arrived, device_id=where)
+
+    monkeypatch.setattr(tpu_body, "_copy", into_the_same_slot)
+    case = Case(2, (1, 1, 128), new=(300,))
+    args, kwargs = case.call(jnp.float32)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, on_race="warn")):
+        jax.block_until_ready(over_ring(case, args, kwargs, "tpu"))
+    assert "RACE DETECTED" in caplog.text
+    pltpu.reset_tpu_interpret_mode_state()
 
 
 @given(
