@@ -46,8 +46,9 @@ def take(pool: Any, places: Array, *, latent: bool, dtype: str) -> tuple[tuple[A
     return rows, jnp.stack([checksum(layer) for layer in rows])
 
 
-def put(pool: Any, rows: tuple[Array, ...], places: Array) -> Any:
+def put(pool: Any, rows: tuple[Array, ...], places: Array | np.ndarray) -> Any:
     """The pool with each layer's rows at `places`, in the pool's data type; donate it, and nothing is copied."""
+    places = jnp.asarray(places)
     if isinstance(pool, tuple):
         return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, rows, strict=True))
     for i, layer in enumerate(rows):
