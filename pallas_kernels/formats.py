@@ -95,7 +95,9 @@ class QTensor:
     zeros: Any = None  # uint8 or int8, like `scales`
     tensor_scale: Any = None  # [...] float32
     format: Format = field(kw_only=True)
-    axes: tuple[str | None, ...] = field(default=(), kw_only=True)  # what F and D are, where devices divide them
+    axes: tuple[str | None, ...] = field(
+        default=(), kw_only=True
+    )  # what F and D are, where devices divide them
 
     @property
     def shape(self) -> tuple[int, ...]:

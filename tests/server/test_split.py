@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -59,8 +58,9 @@ def link():
 
 
 @pytest.fixture(scope="module")
-def module_pair(engines: Any, link):
-    return pair(*engines, link, kv_silence_timeout=1.0)
+def module_pair(engines, link):
+    prefill, decode = engines
+    return pair(prefill, decode, link, kv_silence_timeout=1.0)
 
 
 @pytest.fixture
