@@ -93,8 +93,8 @@ def plan_pages(
 
 
 def _coarse(pages: int) -> int:
-    """Rounded down to three binary digits: the steps compiled at the last start fit again though memory differs."""
-    unit = 2 ** max(pages.bit_length() - 3, 0)
+    """Rounded down to five binary digits: the steps compiled at the last start fit again though memory differs."""
+    unit = 2 ** max(pages.bit_length() - 5, 0)
     return pages // unit * unit
 
 

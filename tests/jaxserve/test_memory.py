@@ -22,7 +22,7 @@ ROOMY = Memory(1000 * MIB, 1000 * MIB)
 
 
 def planned(memory: Memory = ROOMY, other: int = 0, length: int = 10**6, page: int = MIB, **settings) -> int:
-    return plan_pages(EngineConfig("m", **settings), page, other, length, memory)
+    return plan_pages(EngineConfig("m", **{"block_size": 16} | settings), page, other, length, memory)
 
 
 def test_a_fraction_of_memory_less_what_else_is_there():
@@ -59,11 +59,11 @@ def test_too_little_says_how_much_a_page_takes(settings, words):
 
 
 def test_a_length_that_was_asked_for_is_served_or_refused(caplog):
-    assert fitting_length(EngineConfig("m", max_model_len=64), 64, 5) == 64
+    assert fitting_length(EngineConfig("m", block_size=16, max_model_len=64), 64, 5) == 64
     with pytest.raises(ConfigError, match=r"max_model_len=65 .* holds 64 tokens"):
-        fitting_length(EngineConfig("m", max_model_len=65), 65, 5)
+        fitting_length(EngineConfig("m", block_size=16, max_model_len=65), 65, 5)
     assert not caplog.records
-    assert fitting_length(EngineConfig("m"), 65, 5) == 64
+    assert fitting_length(EngineConfig("m", block_size=16), 65, 5) == 64
     assert "64 tokens" in caplog.text
 
 
