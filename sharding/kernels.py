@@ -119,8 +119,13 @@ def embedding(table: Shaped[Array, "V D"], tokens: Int[Array, "T"]) -> Shaped[Ar
 
 
 def whole(x: Array) -> Array:
-    """`x` in full on each of the devices that share heads, where it was divided among them."""
-    return lax.with_sharding_constraint(x, P(*[None] * x.ndim)) if divided(TENSOR) else x
+    """`x` in full on each of the devices that share heads, where its last axis was divided among them."""
+    tensor = divided(TENSOR)
+    if not tensor:
+        return x
+    # Said with a sharding constraint, XLA may gather the weights that x is made with rather than x.
+    parts = P(*[None] * (x.ndim - 1), tensor)
+    return mapped(lambda x: lax.all_gather(x, tensor, axis=x.ndim - 1, tiled=True), tensor, (parts,), P())(x)
 
 
 def divided(axes: tuple[str, ...]) -> tuple[str, ...]:
