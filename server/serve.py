@@ -77,8 +77,9 @@ def serve(
         # Told to stop while the model was loading, which nothing can interrupt; unwinding under it would crash.
         _leave(0)
     served = app.state.served.engine
+    dead = served.health().state == "dead"
     served.close()
-    if served.health().state == "dead":
+    if dead:
         _leave(1)  # a thread of it may wait for a device that will never answer
 
 
