@@ -29,13 +29,15 @@ def test_a_long_prompt_goes_to_a_prefill_worker_only_while_somebody_is_being_ans
     prefill, decode = engine("prefill"), engine("decode", delay=0.02)
     with routed(prefill, decode, tpot_target=0.05) as (router, (first, second)):
         asks = [chat("Hi"), chat("x" * 150)]
-        for body in asks:  # nobody else is being answered
+        for body in asks:
+            until(lambda: not router.worker(second.url).requests)  # nobody else is being answered
             router.client.post(CHAT, json=body | {"max_tokens": 2})
         running = threading.Thread(
             target=router.client.post,
             args=(CHAT,),
             kwargs={"json": chat(max_tokens=150, stream=True, ignore_eos=True)},
         )
+        until(lambda: not router.worker(second.url).requests)
         running.start()
         until(lambda: any(ticket.answering for ticket in router.worker(second.url).tickets))
         for body in asks:
