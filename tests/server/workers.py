@@ -30,6 +30,7 @@ class Worker:
             values = value if isinstance(value, tuple | list) else (value,)
             listed += [f"--{name.replace('_', '-')}", *(str(v) for v in values)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        self._said: str | None = None  # all that it wrote, once it has ended
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "server.cli", "serve", model, *listed],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -64,7 +65,9 @@ class Worker:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.kill()
-        return self.popen.communicate()[0]
+        if self._said is None:
+            self._said = self.popen.communicate()[0]
+        return self._said
 
 
 def free_port() -> int:
