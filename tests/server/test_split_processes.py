@@ -129,5 +129,7 @@ def test_a_request_goes_on_when_its_worker_is_killed_and_the_next_one_has_other_
     assert other.metric("jaxserve:kv_transfer_failures_total", reason="incompatible") == 1
     prefill.kill()
     ask(other, PROMPT[3:])
-    assert other.metric("jaxserve:kv_transfer_failures_total", reason="incompatible") == 2, "known without asking"
+    assert other.metric("jaxserve:kv_transfer_failures_total", reason="incompatible") == 2, (
+        "known without asking"
+    )
     conserved(other)
