@@ -63,7 +63,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     checkpoint = open_checkpoint(config.model, config.revision)
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
-    config = _settled(config, model_config)
+    config = settled(config, model_config)
     params = model_for(model_config).params(model_config)
     stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
     if stacked:
@@ -156,8 +156,8 @@ def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:
     weakref.finalize(runner, stop).atexit = False
 
 
-def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The settings with nothing left to "auto"."""
+def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The settings with nothing left to "auto", as the platform of the ambient mesh or of this process has it."""
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else model.dtype

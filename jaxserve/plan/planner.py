@@ -1,13 +1,15 @@
 """A plan: whether a model fits a slice of TPUs, what it takes there, and how fast it can be at best."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxserve.buckets import Bucket
+from jaxserve.build import settled
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.memory import ACCELERATOR_UTILIZATION, Memory, fitting_length, plan_pages
@@ -16,12 +18,15 @@ from jaxserve.plan.compiled import CompiledStep, Deployment, compile_step, deplo
 from jaxserve.plan.model import read_config
 from jaxserve.plan.roofline import Load, Roofline, roofline, weights_of
 from jaxserve.plan.slices import slice_of
-from jaxserve.topology import model_sizes, topology_for
+from jaxserve.topology import model_sizes, topology_for, with_dispatch
 from jaxserve.weights.schemes import settings_of, without_settings
 from pallas_kernels.chip import Chip
 from pallas_kernels.formats import FP8_BLOCK, MXFP4
 from sharding.mesh import Misfit, ModelSizes, Topology
 
+DIVIDING = (
+    "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel",
+)  # fmt: skip
 EXPERTS = {"fp8": FP8_BLOCK, "mxfp4": MXFP4}  # by quant_method: how a checkpoint keeps its experts
 
 
@@ -120,17 +125,14 @@ def deployed(config: EngineConfig, slice_name: str) -> Deployment:
     hf = read_config(config.model)
     experts = EXPERTS.get((settings_of(hf) or {}).get("quant_method", ""))
     model = ModelConfig.from_hf(without_settings(hf), config.max_model_len)
-    config = replace(
-        config,
-        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
-        kv_cache_dtype="bfloat16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        block_size=config.block_size or 128,
-    )
     try:
-        mesh = topology_for(config, model).mesh(model_sizes(model), slice_of(slice_name)[1])
+        mesh = _with_axes(topology_for(config, model).mesh(model_sizes(model), slice_of(slice_name)[1]))
     except Misfit as why:
         raise ConfigError(str(why)) from why
-    return deployment(config, model, _with_axes(mesh), experts if model.mixture else None)
+    model = with_dispatch(config, model, mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        config = settled(config, model)
+    return deployment(config, model, mesh, experts if model.mixture else None)
 
 
 def _with_axes(mesh: Mesh) -> Mesh:
@@ -143,11 +145,7 @@ def divided_for(config: EngineConfig, slice_name: str) -> EngineConfig:
 
     Mixtures: sequences apart on every device and experts divided over all. Others: as many devices as share heads.
     """
-    if (config.tensor_parallel_size, config.data_parallel_size, config.enable_expert_parallel) != (
-        1,
-        1,
-        False,
-    ):
+    if any(getattr(config, f.name) != f.default for f in fields(config) if f.name in DIVIDING):
         return config
     count = len(slice_of(slice_name)[1])
     sizes = model_sizes(ModelConfig.from_hf(without_settings(read_config(config.model))))
