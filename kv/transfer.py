@@ -110,15 +110,13 @@ class JaxLink:
             return self._connections[address].pull(ticket, wanted)
 
 
-class ByteLink:
-    """A plain TCP stream by way of host memory: for networks and devices that JAX's transfer server cannot do."""
+class _Offers:
+    """What this process keeps until it is fetched."""
 
-    def __init__(self, host: str):
-        self._socket = socket.create_server((host, 0))
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+    def __init__(self):
+        # Tickets of an earlier process at the same address mean nothing here.
         self._tickets = itertools.count(secrets.randbits(62))
         self._offered: dict[int, Sequence[jax.Array]] = {}
-        threading.Thread(target=self._accept, name="byte link", daemon=True).start()
 
     def offer(self, arrays: Sequence[jax.Array]) -> int:
         ticket = next(self._tickets)
@@ -129,6 +127,19 @@ class ByteLink:
         self._offered.pop(ticket, None)
 
     forget = withdraw
+
+    def close(self) -> None:
+        self._offered.clear()
+
+
+class ByteLink(_Offers):
+    """A plain TCP stream by way of host memory: for networks and devices that JAX's transfer server cannot do."""
+
+    def __init__(self, host: str):
+        super().__init__()
+        self._socket = socket.create_server((host, 0))
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="byte link", daemon=True).start()
 
     def fetch(
         self, address: str, ticket: int, shapes: Sequence[jax.ShapeDtypeStruct], timeout: float
@@ -151,7 +162,7 @@ class ByteLink:
 
     def close(self) -> None:
         self._socket.close()
-        self._offered.clear()
+        super().close()
 
     def _accept(self) -> None:
         while True:
@@ -174,24 +185,10 @@ class ByteLink:
             return  # the receiver has gone; the lease tells what becomes of the arrays
 
 
-class DirectLink:
+class DirectLink(_Offers):
     """Within one process, between groups of its devices: the arrays themselves."""
 
     address = "here"
-
-    def __init__(self):
-        self._tickets = itertools.count()
-        self._offered: dict[int, Sequence[jax.Array]] = {}
-
-    def offer(self, arrays: Sequence[jax.Array]) -> int:
-        ticket = next(self._tickets)
-        self._offered[ticket] = arrays
-        return ticket
-
-    def withdraw(self, ticket: int) -> None:
-        self._offered.pop(ticket, None)
-
-    forget = withdraw
 
     def fetch(
         self, address: str, ticket: int, shapes: Sequence[jax.ShapeDtypeStruct], timeout: float
@@ -200,9 +197,6 @@ class DirectLink:
         if arrays is None:
             raise TransferError(f"there is no block {ticket} here any more")
         return list(arrays)
-
-    def close(self) -> None:
-        self._offered.clear()
 
 
 def _received(peer: socket.socket, size: int, deadline: float) -> bytes:
