@@ -31,13 +31,7 @@ def awq(stored: Stored) -> Mapping[str, Weight]:
     found = {}
     for module, parts in stored.find(CODES, ZEROS, SCALES):
         d, packed = stored.shape(parts[CODES])
-        if len(parts) < 3:
-            raise stored.refuse(
-                "a part is missing",
-                tensor=parts[CODES],
-                expected=f"{ZEROS} and {SCALES}",
-                found=", ".join(parts),
-            )
+        stored.check_parts(parts, ZEROS, SCALES)
         groups = stored.shape(parts[SCALES])[0]
         stored.check_shape(parts[SCALES], (groups, packed * 8))
         stored.check_shape(parts[ZEROS], (groups, packed))

@@ -36,13 +36,7 @@ def gptq(stored: Stored) -> Mapping[str, Weight]:
     for module, parts in stored.find(CODES, ZEROS, SCALES, GROUPS):
         rows, f = stored.shape(parts[CODES])
         d = rows * 32 // bits
-        if ZEROS not in parts or SCALES not in parts:
-            raise stored.refuse(
-                "a part is missing",
-                tensor=parts[CODES],
-                expected=f"{ZEROS} and {SCALES}",
-                found=", ".join(parts),
-            )
+        stored.check_parts(parts, ZEROS, SCALES)
         groups = stored.shape(parts[SCALES])[0]
         stored.check_shape(parts[SCALES], (groups, f))
         stored.check_shape(parts[ZEROS], (groups, f * bits // 32))

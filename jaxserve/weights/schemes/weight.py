@@ -78,6 +78,14 @@ class Stored:
                 found=list(self.shape(name)),
             )  # fmt: skip
 
+    def check_parts(self, parts: Mapping[str, str], *needed: str) -> None:
+        """Refuse a quantised weight, one of `find`'s, without all of these."""
+        if any(end not in parts for end in needed):
+            raise self.refuse(
+                "a part is missing",
+                tensor=next(iter(parts.values())), expected=" and ".join(needed), found=", ".join(parts),
+            )  # fmt: skip
+
     def check_converted(self, module: str) -> None:
         """Refuse quantised parts of a module that the config says was left alone."""
         for pattern in (p for key in IGNORED for p in self.settings.get(key) or ()):
