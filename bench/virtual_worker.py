@@ -74,7 +74,8 @@ def build(config: EngineConfig, metrics: Metrics, events: Events) -> Built:
     scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens)
     limits = Limits(config.max_model_len, tokenizer.vocab_size, tokenizer.eos_token_ids)
     engine = Engine(ClockRunner(PACE), scheduler, tokenizer, limits, config, metrics)
-    return Built(engine, config, ModelConfig.from_hf(tiny_config(), config.max_model_len), tokenizer)
+    model = ModelConfig.from_hf(tiny_config() | {"max_position_embeddings": config.max_model_len})
+    return Built(engine, config, model, tokenizer)
 
 
 def main() -> None:
