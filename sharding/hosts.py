@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 log = logging.getLogger(__name__)
 HEARTBEAT = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one after which a process is lost though its connection stands
+LEAVING = 60.0  # seconds that processes which end well wait for each other; JAX aborts those that come later
 _HEADER = struct.Struct("!BQ")  # kind of a frame, length of what follows
 _ALIVE = 0  # kinds from 1 on are the callers'
 
@@ -188,7 +189,11 @@ def join(address: str, port: int, processes: int, rank: int, timeout: float) -> 
         "jax_enable_preemption_service", False
     )  # it would take SIGTERM from whom it is meant for
     jax.distributed.initialize(
-        f"{address}:{port}", processes, rank, initialization_timeout=int(timeout), shutdown_timeout_seconds=5
+        f"{address}:{port}",
+        processes,
+        rank,
+        initialization_timeout=int(timeout),
+        shutdown_timeout_seconds=int(LEAVING),
     )
 
 

@@ -162,4 +162,4 @@ def test_four_processes_answer_as_one_and_end_together(start):
     engine.wait_for("/readyz", 200, 200)
     check_answers(engine, "qwen3")
     engine.processes[0].send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in engine.processes] == [0] * 4
+    assert [process.wait(60) for process in engine.processes] == [0] * 4, engine.log.read_text()
