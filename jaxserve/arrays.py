@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.memory import elements, params_bytes
-from jaxserve.models import ModelConfig, model_for
+from jaxserve.models import ModelConfig
 from jaxserve.placement import Placement
+from jaxserve.pool import layer_pages, zeros
 from jaxserve.sampling.state import SlotState, new_state
 
 
@@ -44,19 +44,26 @@ class Arrays:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page in all layers."""
-        where = self.placement and self.placement.pool
-        return (
-            elements(self._pool_shape(1), where)
-            * self._itemsize
-            * (1 if self.stacked else self.model.num_layers)
+        """Of a page in all layers, its scales included."""
+        each = self.pool_shapes(1)
+        return sum(elements(x.shape, x.sharding) * x.dtype.itemsize for x in jax.tree.leaves(each))
+
+    def pool_shapes(self, num_pages: int) -> Any:
+        """The pool's shapes and shardings, so many pages for each group of devices; one array, or one a layer."""
+        layers, pages = self.model.num_layers, self._groups * num_pages
+        lead = (layers, pages) if self.stacked else (pages,)
+        shapes = layer_pages(self.model, self.config.kv_cache_dtype, self.config.block_size, lead)
+        shapes = shapes if self.stacked else (shapes,) * layers
+        where = jax.tree.broadcast(self.placement.pool, shapes) if self.placement else shapes
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s if self.placement else None),
+            shapes,
+            where,
         )
 
     def pool(self, num_pages: int) -> Any:
-        """Empty pages, so many for each group of devices; one array, or one a layer."""
-        shape, dtype = self._pool_shape(num_pages), jnp.dtype(self.config.kv_cache_dtype)
-        make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=self.placement and self.placement.pool)
-        return make() if self.stacked else tuple(make() for _ in range(self.model.num_layers))
+        """The same as empty arrays."""
+        return zeros(self.pool_shapes(num_pages))
 
     def state(self) -> SlotState:
         """The sampler's state before any sequence."""
@@ -66,14 +73,5 @@ class Arrays:
     def _groups(self) -> int:
         return self.placement.groups if self.placement else 1
 
-    @property
-    def _itemsize(self) -> int:
-        return jnp.dtype(self.config.kv_cache_dtype).itemsize
-
     def _new_state(self) -> SlotState:
         return new_state(self._groups * self.config.max_num_seqs, self.model.vocab_size)
-
-    def _pool_shape(self, num_pages: int) -> tuple[int, ...]:
-        page = model_for(self.model).cache_shape(self.model, self.config.block_size)
-        layers = (self.model.num_layers,) if self.stacked else ()
-        return (*layers, self._groups * num_pages, *page)

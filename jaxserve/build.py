@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.arrays import Arrays
 from jaxserve.buckets import all_buckets, spread_bucket
+from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
@@ -22,6 +23,7 @@ from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
+from jaxserve.pool import ALIASES, IN_8_BITS
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
@@ -71,7 +73,9 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
 
     mesh = mesh_for(config, model_config)
     model_config = with_dispatch(config, model_config, mesh)
-    where = placement(mesh, model_config, params, stacked=stacked) if mesh else None
+    check_cache_kernels(config, model_config, mesh)
+    cache = config.kv_cache_dtype
+    where = placement(mesh, model_config, params, stacked=stacked, cache_dtype=cache) if mesh else None
     # On a CPU no product of low-bit weights is fast, and on a mesh their kernels are not divided yet.
     low_bit = stacked and where is None
     saved = bytes_saved(params, checkpoint, config.dtype) if low_bit else 0
@@ -161,9 +165,17 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else model.dtype
-    cache = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    page = config.block_size or (16 if platform() == "cpu" else 128)
+    cache = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    cache = dtype if cache == "auto" else cache
+    page = config.block_size or _page(model, cache)
     return replace(config, dtype=dtype, kv_cache_dtype=cache, block_size=page)
+
+
+def _page(model: ModelConfig, cache_dtype: str) -> int:
+    """Tokens a page holds by default. A TPU moves scales by rows of 128, and two latents share one."""
+    if platform() == "cpu":
+        return 16
+    return 256 if platform() == "tpu" and cache_dtype in IN_8_BITS and model.latent is not None else 128
 
 
 def _keep_compiled(config: EngineConfig) -> None:

@@ -27,7 +27,10 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kv_cache_dtype: str = setting(
-        "auto", "data type of cached keys and values", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "data type of cached keys and values or latents; auto: that of the activations; fp8 is fp8_e4m3; in 8 bits "
+        "every token has a float32 scale for each key and value of a head, or for its latent",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
     )
     max_model_len: int | None = setting(
         None,
@@ -91,7 +94,9 @@ class EngineConfig:
     )
     num_gpu_blocks_override: int | None = setting(None, "number of cache pages, instead of a size")
     block_size: int = setting(
-        0, "tokens a cache page holds (default: 16 on CPU, 128 elsewhere)", aliases=("--page-size",)
+        0,
+        "tokens a cache page holds (default: 16 on CPU, 128 elsewhere, 256 on TPU for latents in 8 bits)",
+        aliases=("--page-size",),
     )
     enable_prefix_caching: bool = setting(True, "share cached pages between equal prompt beginnings")
     scheduling_policy: str = setting(

@@ -7,10 +7,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.models import ModelConfig, model_for
+from jaxserve.models import ModelConfig
+from jaxserve.pool import pool_shardings
 from jaxserve.sampling.state import SlotState
 from sharding.mesh import BATCH, CONTEXT, TENSOR, size
-from sharding.rules import batch_axes, only, param_shardings, present, spec
+from sharding.rules import batch_axes, only, param_shardings, present
 
 VOCAB_WIDE = ("marks", "bias")  # of the sampler's state: a column for each token of the vocabulary
 
@@ -21,7 +22,7 @@ class Placement:
 
     mesh: Mesh
     params: Any  # a tree of NamedSharding, like the weights
-    pool: NamedSharding
+    pool: Any  # a NamedSharding for all pages, or a tree of them like the pool
     state: SlotState  # of NamedSharding
     flat: NamedSharding
 
@@ -48,19 +49,21 @@ class Placement:
         return jax.tree.map(lambda s: only(s.spec, axes), shardings)
 
 
-def placement(mesh: Mesh, config: ModelConfig, params: Any, *, stacked: bool) -> Placement:
-    """The placement of a model whose weights are the tree of `Param` `params`; `stacked` as its pool will be."""
+def placement(
+    mesh: Mesh, config: ModelConfig, params: Any, *, stacked: bool, cache_dtype: str = "auto"
+) -> Placement:
+    """The placement of a model whose weights are the tree of `Param` `params`; `stacked` as its pool will be.
+
+    `cache_dtype` is that of `EngineConfig`: pages in 8 bits have scales beside them.
+    """
     batch = batch_axes(mesh) or None
-    lead = (None, batch) if stacked else (batch,)
-    axes = model_for(config).cache_axes(config)
-    pages = spec(mesh, model_for(config).cache_shape(config, 16), axes)
     vocab = present(mesh, TENSOR) or None
     specs = {f.name: P(batch, vocab) if f.name in VOCAB_WIDE else P(batch) for f in fields(SlotState)}
     rows: dict[str, Any] = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     return Placement(
         mesh=mesh,
         params=param_shardings(mesh, params),
-        pool=NamedSharding(mesh, P(*lead, *pages)),
+        pool=pool_shardings(mesh, config, cache_dtype, stacked=stacked),
         state=SlotState(**rows),
         flat=NamedSharding(mesh, P(batch)),
     )

@@ -53,6 +53,22 @@ def quantise_rows(rows: Array, dtype) -> tuple[Array, Array]:
     return small.reshape(rows.shape), scales
 
 
+def as_kept(pages: Any, rows: Array) -> Array:
+    """The rows as these pages give them back once they were written."""
+    values, scales = plain_and_scales(pages)
+    if scales is None:
+        return rows.astype(values.dtype).astype(rows.dtype)
+    small, found = quantise_rows(rows, values.dtype)
+    if rows.ndim == 3:
+        (t, k, w) = rows.shape
+        return (
+            (small.astype(jnp.float32).reshape(t, k, 2, w // 2) * found[..., None])
+            .astype(rows.dtype)
+            .reshape(t, k, w)
+        )
+    return (small.astype(jnp.float32) * found[:, None]).astype(rows.dtype)
+
+
 def latent_page(latent: int, page: int, rope: int = ROPE) -> tuple[int, int, int]:
     """The shape of one page of `page` tokens with `latent` + `rope` values each."""
     return 2 * (latent // (2 * rope)) + 1, page // 2, 2 * rope

@@ -73,6 +73,16 @@ def cache_axes(c: ModelConfig) -> tuple[str | None, ...]:
     return _attention(c).CACHE_AXES
 
 
+def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, ...]:
+    """The scales of one layer's page, where the cache is in 8 bits."""
+    return _attention(c).cache_scales_shape(c, page_size)
+
+
+def cache_scales_axes(c: ModelConfig) -> tuple[str | None, ...]:
+    """What the axes of `cache_scales_shape` mean."""
+    return _attention(c).SCALES_AXES
+
+
 def forward(
     c: ModelConfig, params: Tree, batch: Batch, pool: Any, collect: bool = False
 ) -> tuple[Array, Any, dict[str, Array]]:

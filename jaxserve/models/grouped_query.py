@@ -10,13 +10,14 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rotate
 from jaxserve.models.config import ModelConfig
-from pallas_kernels.pages import plain_and_scales
+from pallas_kernels.pages import as_kept, plain_and_scales
 from sharding.context import all_rows, spread_attention
 from sharding.kernels import page_write, paged_attention
 from sharding.params import Param
 
 Tree = dict[str, Any]
 CACHE_AXES = ("kv_heads", None, None)
+SCALES_AXES = (None, "kv_heads", None)
 
 
 def params(c: ModelConfig, at: str) -> Tree:
@@ -50,6 +51,11 @@ def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
     return (c.kv_heads, page_size, 2 * c.head_dim)
 
 
+def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
+    """Scales of one layer's page in 8 bits: a token's keys' and values', of each head."""
+    return (2, c.kv_heads, page_size)
+
+
 def page_size(pages: Any) -> int:
     """Tokens of one page."""
     return plain_and_scales(pages)[0].shape[-2]
@@ -75,7 +81,10 @@ def attention(
     kv_TKW = jnp.concatenate([k_TKH, v_TKH], axis=-1)
     if batch.spread:
         pages = page_write(pages, all_rows(kv_TKW), batch.places)
-        out_TNH = spread_attention(q_TNH, kv_TKW, batch.positions, batch.q_starts[1], scale=c.attention_scale)
+        kept_TKW = as_kept(pages, kv_TKW)
+        out_TNH = spread_attention(
+            q_TNH, kept_TKW, batch.positions, batch.q_starts[1], scale=c.attention_scale
+        )
         return _out(c, w, out_TNH), pages
     pages = page_write(pages, kv_TKW, batch.places)
     out_TNH = paged_attention(

@@ -21,7 +21,7 @@ from jaxserve.models.sizes import Latent
 from jaxserve.plan.cost import expanded_is_cheaper
 from pallas_kernels import chip
 from pallas_kernels.op import platform
-from pallas_kernels.pages import latent_page, plain_and_scales
+from pallas_kernels.pages import as_kept, latent_page, plain_and_scales
 from sharding.context import all_rows, spread_attention
 from sharding.kernels import divided, everywhere, mla_attention, page_write
 from sharding.mesh import TENSOR
@@ -29,6 +29,7 @@ from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
 CACHE_AXES = (None, None, None)
+SCALES_AXES = (None, None)
 
 
 def params(c: ModelConfig, at: str) -> Tree:
@@ -67,6 +68,11 @@ def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
     return latent_page(_kept(m), page_size, m.rope_dim)
 
 
+def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, int]:
+    """Scales of one layer's page in 8 bits: the even tokens' and the odd ones'."""
+    return (2, page_size // 2)
+
+
 def page_size(pages: Any) -> int:
     """Tokens of one page."""
     return 2 * plain_and_scales(pages)[0].shape[-2]
@@ -84,7 +90,7 @@ def attention(
     rows = jnp.concatenate([latent, key_TR], axis=-1)
     if batch.spread:
         pages = page_write(pages, all_rows(rows), batch.places)
-        out_TNV = _spread(c, w, q_TNH, rows, batch)
+        out_TNV = _spread(c, w, q_TNH, as_kept(pages, rows), batch)
         return linear(out_TNV.reshape(len(x), -1), w["o"], w.get("o_bias")), pages
     pages = page_write(pages, rows, batch.places)
     seqs, context = batch.page_table.shape[0], batch.page_table.shape[1] * page_size(pages)

@@ -66,7 +66,7 @@ def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Fo
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         params = model_for(model).params(model)
     params["layers"] = stack_layers(params["layers"])
-    where = placement(mesh, model, params, stacked=True)
+    where = placement(mesh, model, params, stacked=True, cache_dtype=config.kv_cache_dtype)
 
     def shape(param: Param, sharding: Any) -> Any:
         dtype = jnp.dtype(param.dtype or config.dtype)
@@ -85,8 +85,7 @@ def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Fo
 
 def compile_step(d: Deployment, bucket: Bucket, num_pages: int) -> CompiledStep:
     """ConfigError with the compiler's numbers if it does not fit the device."""
-    pool, state = jax.eval_shape(lambda: d.arrays.pool(num_pages)), jax.eval_shape(d.arrays.state)
-    pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=d.where.pool)
+    pool, state = d.arrays.pool_shapes(num_pages), jax.eval_shape(d.arrays.state)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, d.where.state
     )

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxserve.buckets import Bucket
 from jaxserve.build import settled
+from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.memory import ACCELERATOR_UTILIZATION, Memory, fitting_length, plan_pages
@@ -132,6 +133,7 @@ def deployed(config: EngineConfig, slice_name: str) -> Deployment:
     model = with_dispatch(config, model, mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         config = settled(config, model)
+        check_cache_kernels(config, model, mesh)
     return deployment(config, model, mesh, experts if model.mixture else None)
 
 

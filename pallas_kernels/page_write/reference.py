@@ -32,6 +32,8 @@ def page_write(
     if scales is None:
         return put(values, None, rows.astype(values.dtype), None, places, layer)[0]
     small, found = quantise_rows(rows, values.dtype)
+    if values.dtype == jnp.int8:
+        return ScaledPages(*put(values, scales, small, found, places, layer))
     # As bytes: XLA on a CPU scatters 8-bit floats by way of 32 bits. It does copy the bytes once.
     codes, small = (lax.bitcast_convert_type(x, jnp.uint8) for x in (values, small))
     codes, scales = put(codes, scales, small, found, places, layer)

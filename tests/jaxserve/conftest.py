@@ -3,6 +3,7 @@
 import functools
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,16 +25,16 @@ def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
 
 
 @pytest.fixture(scope="session")
-def golden(tmp_path_factory, compilation_cache_dir) -> Callable[[str], Built]:
+def golden(tmp_path_factory, compilation_cache_dir) -> Callable[..., Built]:
     """The same around a model of tests/golden, for fewer sequences at a time: fewer steps to compile."""
 
     @functools.cache
-    def make(arch: str) -> Built:
+    def make(arch: str, **settings: Any) -> Built:
         folder = tmp_path_factory.mktemp(arch)
         for file in ("config.json", "model.safetensors"):
             shutil.copy(GOLDEN / arch / file, folder)
         tiny_tokenizer(folder, vocab=512)
-        few = SIZES | {"max_num_seqs": 4}
+        few = SIZES | {"max_num_seqs": 4} | settings
         return _warm(EngineConfig(str(folder), compilation_cache_dir=compilation_cache_dir, **few))
 
     return make

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.batch import Batch
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.pool import layer_pages
 from jaxserve.weights import load, open_checkpoint
 from sharding.params import Param
 
@@ -58,16 +59,20 @@ class Run:
     longest: int = 160
     stack: bool = False
     dtype: Any = jnp.float32
+    cache: str | None = None  # data type of the pages as a setting has it, if not `dtype`
     pool: Any = field(init=False)
     done: list[int] = field(init=False)
 
     def __post_init__(self):
         self.model = model_for(self.config)
         self.pages_each = -(-self.longest // PAGE)
-        shape = (1 + self.sequences * self.pages_each, *self.model.cache_shape(self.config, PAGE))
-        # What is left in a page by others must never matter.
-        pages = [jnp.full(shape, jnp.nan, self.dtype) for _ in range(self.config.num_layers)]
-        self.pool = jnp.stack(pages) if self.stack else tuple(pages)
+        lead, layers = (1 + self.sequences * self.pages_each,), self.config.num_layers
+        cache = self.cache or jnp.dtype(self.dtype).name
+        if self.stack:
+            self.pool = _left_by_others(layer_pages(self.config, cache, PAGE, (layers, *lead)))
+        else:
+            one = layer_pages(self.config, cache, PAGE, lead)
+            self.pool = tuple(_left_by_others(one) for _ in range(layers))
         self.done = [0] * self.sequences
         order = np.random.default_rng(0).permutation(self.sequences * self.pages_each).astype(np.int32)
         self.page_table = 1 + order.reshape(self.sequences, self.pages_each)
@@ -81,7 +86,7 @@ class Run:
         batch, count = self._batch(chunks)
         forward = _forward_tiny if self.config.hidden_size < 256 else _forward
         out, self.pool = forward(self.config, self.params, batch, self.pool)
-        loads = {"expert_loads": np.asarray(out.pop("expert_loads"))} if "expert_loads" in out else {}
+        loads = {name: np.asarray(out.pop(name)) for name in ("expert_loads", "device_loads") if name in out}
         return {name: np.asarray(values)[..., :count, :] for name, values in out.items()} | loads
 
     def _batch(self, chunks: dict[int, list[int]]) -> tuple[Batch, int]:
@@ -112,6 +117,15 @@ def _run_forward(config: ModelConfig, params, batch, pool):
     model = model_for(config)
     hidden, pool, inside = model.forward(config, params, batch, pool, collect=True)
     return {"logits": model.logits(config, params, hidden), "hidden": hidden, **inside}, pool
+
+
+def _left_by_others(shapes: Any) -> Any:
+    """Pages full of what must never matter."""
+
+    def full(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127, x.dtype)
+
+    return jax.tree.map(full, shapes)
 
 
 _forward = jax.jit(_run_forward, static_argnums=0, donate_argnums=3)

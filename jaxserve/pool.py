@@ -1,0 +1,53 @@
+"""The pool of cache pages: its arrays, plain or in 8 bits with scales beside them, and where they are on a mesh."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.models import ModelConfig, model_for
+from pallas_kernels.pages import ScaledPages
+from sharding.rules import batch_axes, spec
+
+IN_8_BITS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
+ALIASES = {"fp8": "fp8_e4m3"}
+
+
+def layer_pages(c: ModelConfig, dtype: str, page_size: int, lead: tuple[int, ...]) -> Any:
+    """Shapes of [*lead] pages of `dtype`, a setting's name: an array, or `ScaledPages` with a float32 scale each."""
+    model = model_for(c)
+    shape = (*lead, *model.cache_shape(c, page_size))
+    if dtype not in IN_8_BITS:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    scales = (*lead, *model.cache_scales_shape(c, page_size))
+    return ScaledPages(
+        jax.ShapeDtypeStruct(shape, jnp.dtype(IN_8_BITS[dtype])), jax.ShapeDtypeStruct(scales, jnp.float32)
+    )
+
+
+def pool_shardings(mesh: Mesh, c: ModelConfig, dtype: str, *, stacked: bool) -> Any:
+    """One sharding for all pages, or a tree of them like the pool where pages have scales.
+
+    Each group of devices has pages of its own; kv heads are divided.
+    """
+    batch = batch_axes(mesh) or None
+    lead = (None, batch) if stacked else (batch,)
+    model = model_for(c)
+    values = NamedSharding(mesh, P(*lead, *spec(mesh, model.cache_shape(c, 16), model.cache_axes(c))))
+    if dtype not in IN_8_BITS:
+        return values
+    scales = spec(mesh, model.cache_scales_shape(c, 16), model.cache_scales_axes(c))
+    layer = ScaledPages(values, NamedSharding(mesh, P(*lead, *scales)))
+    return layer if stacked else (layer,) * c.num_layers
+
+
+def zeros(shapes: Any) -> Any:
+    """Empty arrays of these shapes, made where their shardings say."""
+    make = {
+        s: jax.jit(partial(jnp.zeros, s.shape, s.dtype), out_shardings=s.sharding)
+        for s in jax.tree.leaves(shapes)
+    }
+    return jax.tree.map(lambda s: make[s](), shapes)
