@@ -21,7 +21,7 @@ from jaxserve.pace import StepTimes
 from jaxserve.request import Delta, Request
 from jaxserve.trace import Trace
 from kv.events import Events
-from sharding.hosts import Leader
+from sharding.hosts import HEARTBEAT, Leader
 
 log = logging.getLogger(__name__)
 STALLED_AFTER = 60.0  # seconds without a step although there is work
@@ -110,6 +110,8 @@ class AsyncLLM:
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self._engine = built.engine
         self._engine.trace = trace
+        self._lost = threading.Event()  # set when another process of the engine has gone
+        self._leads = isinstance(built.crew, Leader)
         if isinstance(built.crew, Leader):
             built.crew.on_lost = self._lose
         self._streams: dict[str, Deltas] = {}  # of requests that were submitted and have not ended
@@ -247,6 +249,8 @@ class AsyncLLM:
             self._end_all(SHUTTING_DOWN)
         except Exception as failure:
             log.exception("the engine has failed")
+            if self._leads:  # a step fails, too, when a process has gone: the message is to say which
+                self._lost.wait(2 * HEARTBEAT)
             self._failure = self._failure or f"{type(failure).__name__}: {failure}"
             self._fail_all()
 
@@ -315,6 +319,7 @@ class AsyncLLM:
         """A process of the engine has gone; our own thread may wait for it and never wake."""
         log.critical("the engine has failed: %s", why)
         self._failure = why
+        self._lost.set()
         self._fail_all()
 
     def _drop_mail(self, why: str) -> None:

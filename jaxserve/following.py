@@ -76,8 +76,9 @@ def follow(runner: DeviceRunner, follower: Follower, blank: Admission) -> None:
             runner.run(Bucket(*numbers[:sizes].tolist()), numbers[sizes:])
         else:
             runner.fill(int(np.frombuffer(body[:4], np.int32)[0]), _admission(body[4:], blank))
-    follower.close()
+    jax.block_until_ready(runner.state)  # who ends within a step takes the others' part of it along
     runner.close()
+    follower.close()
 
 
 def _admission(body: bytes, blank: Admission) -> Admission:

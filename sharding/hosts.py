@@ -22,7 +22,9 @@ from jax.experimental import multihost_utils
 log = logging.getLogger(__name__)
 HEARTBEAT = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one after which a process is lost though its connection stands
-LEAVING = 60.0  # seconds that processes which end well wait for each other; JAX aborts those that come later
+LEAVING = (
+    60.0  # seconds that a leader which ends waits for its followers: JAX aborts those that it leaves behind
+)
 _HEADER = struct.Struct("!BQ")  # kind of a frame, length of what follows
 _ALIVE = 0  # kinds from 1 on are the callers'
 
@@ -50,10 +52,11 @@ class Leader:
             for peer in self._peers.values():
                 peer.close()
             raise
-        for rank, peer in self._peers.items():
-            watch = threading.Thread(
-                target=self._watch, args=(rank, peer), name=f"follower {rank}", daemon=True
-            )
+        self._watches = [
+            threading.Thread(target=self._watch, args=each, name=f"follower {each[0]}", daemon=True)
+            for each in self._peers.items()
+        ]
+        for watch in self._watches:
             watch.start()
 
     def send(self, kind: int, *parts: bytes) -> None:
@@ -66,7 +69,8 @@ class Leader:
                     raise Lost(f"process {rank} has gone: {why}") from why
 
     def stop(self, kind: int) -> None:
-        """A last frame to whoever is still there."""
+        """A last frame to whoever is still there; returns when they have left."""
+        deadline = time.monotonic() + LEAVING
         with self._lock:
             gone, self._closing = self._closing, True
             for peer in self._peers.values():
@@ -74,6 +78,8 @@ class Leader:
                     _send(peer, kind, b"")
                 if gone:
                     peer.close()
+        for watch in [] if gone else self._watches:
+            watch.join(max(deadline - time.monotonic(), 0))
 
     def _gather(self, address: str, port: int, followers: int, terms: dict[str, Any], timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -158,7 +164,9 @@ class Follower:
                 yield frame
 
     def close(self) -> None:
+        """Leave JAX's group while the leader, who keeps it, still waits; then the leader."""
         self._closing = True
+        jax.distributed.shutdown()
         self._peer.close()
 
     def _live(self) -> None:
@@ -188,13 +196,7 @@ def join(address: str, port: int, processes: int, rank: int, timeout: float) -> 
     jax.config.update(
         "jax_enable_preemption_service", False
     )  # it would take SIGTERM from whom it is meant for
-    jax.distributed.initialize(
-        f"{address}:{port}",
-        processes,
-        rank,
-        initialization_timeout=int(timeout),
-        shutdown_timeout_seconds=int(LEAVING),
-    )
+    jax.distributed.initialize(f"{address}:{port}", processes, rank, initialization_timeout=int(timeout))
 
 
 def least(number: int) -> int:
