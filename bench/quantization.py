@@ -1,5 +1,7 @@
 """What each way of quantising costs a real model: perplexity, KL and size on SmolLM2-135M, as one table.
 
+Rows are FORMAT/METHOD of weights, or cache/DTYPE: plain weights and a cache of this data type.
+
     python -m bench.quantization [--rows int4/gptq nvfp4/rotate ...] [--windows 8] [--output FILE]
 
 Calibrated on the short text that comes with jaxserve, judged on another one that every Python has: pydoc's topics.
@@ -9,6 +11,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -26,7 +29,8 @@ from jaxserve.weights import open_checkpoint
 
 ROWS = (
     "fp8/rtn", "int8/rtn", "int4/rtn", "int4/gptq", "int4/awq", "mxfp4/rtn", "mxfp4/gptq", "mxfp4/mr-gptq",
-    "nvfp4/rtn", "nvfp4/gptq", "nvfp4/rotate",
+    "nvfp4/rtn", "nvfp4/gptq", "nvfp4/rotate", "nvfp4/spinquant", "nvfp4/mr-gptq",
+    "cache/fp8_e4m3", "cache/fp8_e5m2", "cache/int8",
 )  # fmt: skip
 LENGTH = 256
 
@@ -55,6 +59,10 @@ def main() -> None:
 def measure(model: str, row: str, folder: Path, reference: Loaded, pieces: Any) -> dict[str, Any]:
     """One row of the table."""
     form, method = row.split("/")
+    if form == "cache":
+        found = compare(replace(reference, cache=method), reference, pieces=pieces).as_dict()
+        c = reference.config
+        return {"format": form, "method": method, "bits": 8 + 32 / c.head_dim, **found}
     began, path = time.perf_counter(), folder / row.replace("/", "-")
     Quantizer(QuantizeConfig(model, form, method, samples=16, length=LENGTH), path).run()
     seconds = time.perf_counter() - began

@@ -23,7 +23,7 @@ from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
-from jaxserve.pool import ALIASES, IN_8_BITS
+from jaxserve.pool import IN_8_BITS, cache_name
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
@@ -165,8 +165,7 @@ def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else model.dtype
-    cache = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    cache = dtype if cache == "auto" else cache
+    cache = cache_name(config.kv_cache_dtype, dtype)
     page = config.block_size or _page(model, cache)
     return replace(config, dtype=dtype, kv_cache_dtype=cache, block_size=page)
 

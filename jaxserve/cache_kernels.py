@@ -11,8 +11,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models import ModelConfig
 from jaxserve.pool import IN_8_BITS, layer_pages
-from pallas_kernels import mla_attention, page_write, paged_attention
+from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.op import Op, Unfit, platform
+from pallas_kernels.page_write import page_write
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.pages import ScaledPages, latent_of
 from sharding.mesh import TENSOR, size
 

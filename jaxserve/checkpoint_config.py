@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxserve.config import setting
+from jaxserve.config import CACHE_DTYPES, setting
 from jaxserve.errors import ConfigError
 
 FORMATS = ("fp8", "int8", "int4", "mxfp4", "nvfp4")
@@ -48,6 +48,11 @@ class EvalConfig:
     context: int = setting(512, "tokens of a window; windows know nothing of each other")
     max_tokens: int | None = setting(None, "of the text at most")
     dtype: str = setting("float32", "of the computation", choices=("float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "of cached keys and values or latents; the reference's are those of the computation",
+        choices=CACHE_DTYPES,
+    )
     output: str | None = setting(None, "write the results as JSON", metavar="FILE")
 
     def __post_init__(self):

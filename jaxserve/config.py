@@ -12,6 +12,9 @@ def setting(default: Any, help: str, **flag: Any) -> Any:
     return field(default=default, metadata={"help": help, **flag})
 
 
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is loaded and served; names are vLLM's where the meaning is the same."""
@@ -30,7 +33,7 @@ class EngineConfig:
         "auto",
         "data type of cached keys and values or latents; auto: that of the activations; fp8 is fp8_e4m3; in 8 bits "
         "every token has a float32 scale for each key and value of a head, or for its latent",
-        choices=("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        choices=CACHE_DTYPES,
     )
     max_model_len: int | None = setting(
         None,

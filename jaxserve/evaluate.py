@@ -1,7 +1,7 @@
 """How well a model predicts a text, and how far it is from another one: perplexity, KL and agreement."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.checkpoint_config import EvalConfig
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.pool import cache_name
 from jaxserve.text import load_tokenizer
 from jaxserve.text_windows import windows
 from jaxserve.weights import load, open_checkpoint
@@ -35,18 +36,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its weights."""
+    """A model and its weights, and the data type of its cache; None for that of the weights."""
 
     config: ModelConfig
     params: Any
+    cache: str | None = None
 
 
 def evaluate(config: EvalConfig, *, progress: bool = True) -> Evaluation:
     """Perplexity of a model on a text (see `windows`); the first token of each window is not predicted."""
     most = config.max_tokens and -(-config.max_tokens // config.context)
     pieces = windows(config.text, load_tokenizer(config.model), config.context, most)
-    names = [config.model, config.reference] if config.reference else [config.model]
-    return compare(*[loaded(name, config.dtype, progress) for name in names], pieces=pieces)
+    model = replace(
+        loaded(config.model, config.dtype, progress), cache=cache_name(config.kv_cache_dtype, config.dtype)
+    )
+    if config.reference is None:
+        return compare(model, pieces=pieces)
+    same = config.reference == config.model
+    reference = replace(model, cache=None) if same else loaded(config.reference, config.dtype, progress)
+    return compare(model, reference, pieces=pieces)
 
 
 def loaded(model: str, dtype: str = "float32", progress: bool = False) -> Loaded:
@@ -59,7 +67,7 @@ def loaded(model: str, dtype: str = "float32", progress: bool = False) -> Loaded
 def compare(model: Loaded, reference: Loaded | None = None, *, pieces: np.ndarray) -> Evaluation:
     """The evaluation of `model` on windows of tokens [n, length]."""
     models = [model] if reference is None else [model, reference]
-    run = [jax.jit(partial(_hidden, m.config)) for m in models]
+    run = [jax.jit(partial(_hidden, m.config, m.cache)) for m in models]
     measure = jax.jit(partial(_measure, [m.config for m in models]))
     sums = np.zeros(4)
     for tokens in pieces:
@@ -78,8 +86,8 @@ def compare(model: Loaded, reference: Loaded | None = None, *, pieces: np.ndarra
     return Evaluation(count, math.exp(loss), math.exp(reference_loss), float(kl), float(same))
 
 
-def _hidden(config: ModelConfig, params: Any, tokens: jax.Array) -> jax.Array:
-    return forward(config, params, tokens, sequences=1)[0]
+def _hidden(config: ModelConfig, cache: str | None, params: Any, tokens: jax.Array) -> jax.Array:
+    return forward(config, params, tokens, sequences=1, cache=cache)[0]
 
 
 def _measure(

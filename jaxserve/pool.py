@@ -16,6 +16,11 @@ IN_8_BITS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2, "int8":
 ALIASES = {"fp8": "fp8_e4m3"}
 
 
+def cache_name(asked: str, dtype: str) -> str:
+    """What a kv_cache_dtype means beside activations of `dtype`."""
+    return dtype if asked == "auto" else ALIASES.get(asked, asked)
+
+
 def layer_pages(c: ModelConfig, dtype: str, page_size: int, lead: tuple[int, ...]) -> Any:
     """Shapes of [*lead] pages of `dtype`, a setting's name: an array, or `ScaledPages` with a float32 scale each."""
     model = model_for(c)

@@ -2,25 +2,35 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxserve.batch import Batch
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.pool import layer_pages
 
 
 def forward(
-    c: ModelConfig, params: Any, tokens: Any, *, sequences: int, collect: bool = False
+    c: ModelConfig,
+    params: Any,
+    tokens: Any,
+    *,
+    sequences: int,
+    collect: bool = False,
+    cache: str | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """(hidden states [T, D] after the last norm, what happened inside) of equally long sequences end to end.
 
-    Each has one cache page of its own, as long as it is.
+    Each has one cache page of its own, as long as it is, of the data type `cache` (a setting's name) or the weights'.
     """
-    model, length = model_for(c), tokens.shape[0] // sequences
-    shape = (sequences + 1, *model.cache_shape(c, length))
-    pool = tuple(jnp.zeros(shape, params["embed"].dtype) for _ in range(c.num_layers))
-    hidden, _, inside = model.forward(c, params, _batch(tokens, sequences, length), pool, collect=collect)
+    length = tokens.shape[0] // sequences
+    pages = layer_pages(c, cache or params["embed"].dtype.name, length, (sequences + 1,))
+    pool = tuple(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pages) for _ in range(c.num_layers))
+    hidden, _, inside = model_for(c).forward(
+        c, params, _batch(tokens, sequences, length), pool, collect=collect
+    )
     return hidden, inside
 
 

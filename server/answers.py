@@ -130,6 +130,14 @@ class Detokenized(Answer):
     prompt: str
 
 
+class TokenizerInfo(Answer):
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class HealthAnswer(Answer):
     status: Literal["starting", "ready", "draining", "stalled", "dead"]
     detail: str

@@ -1,10 +1,10 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from server.answers import Detokenized, Tokens
+from server.answers import Detokenized, TokenizerInfo, Tokens
 from server.body import JsonRoute
 from server.errors import documented
 from server.prompts import chat_tokens, text_tokens, tokens_text
@@ -34,3 +34,19 @@ async def detokenize(body: DetokenizeRequest, served: Annotated[Served, Depends(
     served.named(body.model)
     served.check_loaded()
     return Detokenized(prompt=await tokens_text(served, body.tokens, skip_special_tokens=False))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(served: Annotated[Served, Depends(served)]) -> TokenizerInfo:
+    """Special tokens and chat template, for clients that have no tokenizer of their own (lm-eval)."""
+    served.check_loaded()
+    tokenizer = served.tokenizer
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_ids
+    template = tokenizer.chat_template
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token=None if bos is None else tokenizer.id_to_token(bos),
+        eos_token=tokenizer.id_to_token(eos[0]) if eos else None,
+        chat_template=template.templates.get("default") if template else None,
+        model_max_length=served.max_model_len,
+    )

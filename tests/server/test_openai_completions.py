@@ -111,6 +111,16 @@ async def test_tokenize_and_detokenize_are_inverse(client, engine):
     assert back.json() == {"prompt": "<|bos|>one Küche"}
 
 
+async def test_clients_without_a_tokenizer_learn_its_special_tokens(client, engine):
+    said = (await client.get("/tokenizer_info")).json()
+    for name, token in (("bos_token", "<|bos|>"), ("eos_token", "<|im_end|>")):
+        assert said[name] == token
+        body = {"prompt": token, "add_special_tokens": False}
+        ids = (await client.post("/tokenize", json=body)).json()["tokens"]
+        assert [engine.tokenizer.id_to_token(i) for i in ids] == [token]
+    assert said["chat_template"] == engine.tokenizer.chat_template.templates["default"]
+
+
 async def test_tokenize_takes_a_conversation(client, engine):
     messages = [{"role": "user", "content": "Hi"}]
     said = (await client.post("/tokenize", json={"messages": messages})).json()

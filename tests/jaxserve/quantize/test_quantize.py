@@ -163,6 +163,16 @@ def test_evaluation_is_the_mean_over_the_tokens_of_a_file(model, tmp_path, capsy
     assert f"perplexity: {found.perplexity:.6g}" in capsys.readouterr().out
 
 
+@pytest.mark.supports("cache", "what 8 bits cost, by jaxserve eval")
+def test_a_cache_in_8_bits_is_evaluated_beside_a_plain_one(model):
+    kls = [
+        evaluate(EvalConfig(model, reference=model, context=64, kv_cache_dtype=cache), progress=False).kl
+        for cache in ("auto", "int8", "fp8", "fp8_e5m2")
+    ]
+    assert kls[0] == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
+    assert 1e-6 < kls[1] < kls[2] < kls[3] < 0.1  # type: ignore[operator]
+
+
 @pytest.mark.supports("tools", "jaxserve quantize")
 def test_from_the_command_line(model, tmp_path, capsys):
     argv = [
