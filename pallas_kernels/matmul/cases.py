@@ -62,6 +62,8 @@ FORMATS = (
 
 TINY = {
     **{f.name: Case(5, 144, 512, f, layers=2) for f in FORMATS},
+    "fp8_block, more rows than columns": Case(5, 1152, 256, formats.FP8_BLOCK, layers=2),
+    "nvfp4, 128 groups a row": Case(5, 144, 2048, formats.NVFP4, layers=2),
     "array, many rows": Case(300, 256, 384, None),
     "fp8_block, many rows": Case(300, 200, 384, formats.FP8_BLOCK),
     "mxfp4, many rows": Case(300, 200, 512, formats.MXFP4),

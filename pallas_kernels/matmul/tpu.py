@@ -17,7 +17,7 @@ from pallas_kernels import chip, tuning
 from pallas_kernels.formats import Format, QTensor
 from pallas_kernels.matmul import tpu_body, tpu_weights
 from pallas_kernels.matmul.tpu_body import Static, padded
-from pallas_kernels.matmul.tpu_weights import LANES
+from pallas_kernels.matmul.tpu_weights import LANES, SUBLANES
 from pallas_kernels.op import Unfit
 
 FEW_ROWS = 256  # all in one tile
@@ -127,7 +127,8 @@ def static(
     outputs = min(found["outputs"], padded(f, 2 * LANES))
     groups = padded(w.scales.shape[-1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
     resident = padded(t, rows) * d * 2 <= ROWS_BYTES
-    s = Static(w.format, rows, outputs, width, 0, native, resident, halves)
+    turned = w.scales is not None and _lies_turned(*w.scales.shape[-2:])
+    s = Static(w.format, rows, outputs, width, 0, native, resident, halves, turned)
     whole = BLOCKS_CHUNK if tpu_body.blocked(w.format) else width
     s = s._replace(chunk=_divisor(width, whole if s.direct else CHUNK))
     need = tpu_body.tile_bytes(s, 2 * (padded(t, rows) * d if resident else rows * width * packed), groups)
@@ -136,6 +137,14 @@ def static(
             f"tiles of {rows} x {outputs} x {width} take {need >> 20} MiB of VMEM; use smaller blocks"
         )
     return s, groups
+
+
+def _lies_turned(f: int, groups: int) -> bool:
+    """Whether XLA lays scales, [F, groups] or of blocks, out with F along the lanes: where that wastes less memory.
+
+    The kernel must take them as they lie: otherwise all layers' scales are copied in every call.
+    """
+    return padded(f, LANES) * padded(groups, SUBLANES) < padded(f, SUBLANES) * padded(groups, LANES)
 
 
 def bits(format: Format | None) -> int:
@@ -172,20 +181,25 @@ def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
 
     codes = pl.BlockSpec((None, s.outputs, s.width), tile)
     specs, inputs = [codes], [w.codes]
+    turn = lambda x: x.swapaxes(1, 2) if s.turned else x  # noqa: E731
     if tpu_weights.grouped(w.format):
         rows = pl.BlockSpec((None, s.outputs, groups), lambda j, i, k, *at: (which(i, k, *at)[0], j, 0))
+        if s.turned:
+            rows = pl.BlockSpec((None, groups, s.outputs), lambda j, i, k, *at: (which(i, k, *at)[0], 0, j))
         for values in (w.scales, w.zeros):
             if values is not None:
                 specs.append(rows)
-                inputs.append(values)
+                inputs.append(turn(values))
     elif w.scales is not None:
-        whole = w.scales.shape[1:]
+        scales = turn(w.scales)
         specs.append(
             pl.BlockSpec(
-                (None, *whole), lambda j, i, k, *at: (which(i, k, *at)[0], 0, 0), memory_space=pltpu.SMEM
+                (None, *scales.shape[1:]),
+                lambda j, i, k, *at: (which(i, k, *at)[0], 0, 0),
+                memory_space=pltpu.SMEM,
             )
         )
-        inputs.append(w.scales)
+        inputs.append(scales)
     if w.columns is not None:
         whole = w.columns.shape[-1] == 1
         specs.append(

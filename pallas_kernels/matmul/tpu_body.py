@@ -29,6 +29,7 @@ class Static(NamedTuple):
     )
     resident: bool  # all rows are in VMEM whole, not only those and their columns of a tile
     halves: bool  # rows come as two E4M3 each, so that E4M3 weights need not become BF16
+    turned: bool  # scales of groups and of blocks come with F last
 
     @property
     def operand(self) -> Any:
@@ -103,7 +104,7 @@ def multiply(s: Static, r: Refs, f, d, last_d: int, row, store: Callable[[Array]
     def _():
         r.sums[...] = jnp.zeros_like(r.sums)
         if tpu_weights.grouped(s.format):
-            tpu_weights.prepare(s.format, r.w)
+            tpu_weights.prepare(s.format, r.w, s.turned)
 
     _all_chunks(s, r, Place(f, d * s.width, row))
 
@@ -193,10 +194,11 @@ def _unpack(s: Static, r: Refs, place: Place, at, to) -> None:
 
 def _block_scales(s: Static, r: Refs, f, column) -> list[Array]:
     """The scales of the tile's blocks that hold this column of the whole row, from the first output on."""
-    blocks = -(-s.outputs // LANES)
+    blocks, column = -(-s.outputs // LANES), column // LANES
     scale = tpu_weights.factor(s.format, s.native_e4m3)
-    last = r.w.scales.shape[0] - 1
-    return [r.w.scales[jnp.minimum(f * blocks + i, last), column // LANES] * scale for i in range(blocks)]
+    last = r.w.scales.shape[1 if s.turned else 0] - 1
+    rows = [jnp.minimum(f * blocks + i, last) for i in range(blocks)]
+    return [(r.w.scales[column, row] if s.turned else r.w.scales[row, column]) * scale for row in rows]
 
 
 def _dot(x: Array, w: Array) -> Array:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.formats import Format
 
-LANES = 128
+LANES, SUBLANES = 128, 8  # of a register
 CODES = {"e4m3": 2.0**4, "e2m1": 2.0**14, "int4": 2.0**-4, "int8": 1.0}  # and the factor of their encodings
 
 
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
     """A tile [F, D] of a weight as it lies in VMEM; None what the format has not."""
 
     codes: Any  # [F, D] or, of two codes a byte, [F, D / 2]
-    scales: Any  # [F / 128, D / 128] of the whole weight in SMEM, or [F, groups of the whole row]
+    scales: Any  # [F / 128, D / 128] of the whole weight in SMEM, or [F, groups of the row]; or these turned
     zeros: Any
     steps: Any  # [F / 2, groups] int32: pairs of BF16 scales of groups
     offsets: Any  # the same of zero points
@@ -40,17 +40,18 @@ def grouped(format: Format | None) -> bool:
     return format is not None and format.block[0] == 1 and format.block[1] > 0
 
 
-def prepare(format: Format, w: Stored) -> None:
+def prepare(format: Format, w: Stored, turned: bool) -> None:
     """Turn the scales of groups to BF16, two rows in one word, once for all columns."""
+    words = lambda x: pltpu.bitcast(x.T if turned else x, jnp.int32)  # noqa: E731
     if format.scale == jnp.uint8:
         byte = w.scales[...].astype(jnp.int32)
         bits = jnp.where(byte == 255, 0x7FC0, byte << 7).astype(jnp.int16)
-        w.steps[...] = pltpu.bitcast(bits, jnp.int32)
+        w.steps[...] = words(pltpu.bitcast(bits, jnp.bfloat16))
     else:
-        w.steps[...] = pltpu.bitcast(w.scales[...].astype(jnp.float32).astype(jnp.bfloat16), jnp.int32)
+        w.steps[...] = words(w.scales[...].astype(jnp.float32).astype(jnp.bfloat16))
     if w.zeros is not None:
         sixteenths = (w.zeros[...].astype(jnp.int32) - 8).astype(jnp.float32) * 16
-        w.offsets[...] = pltpu.bitcast(sixteenths.astype(jnp.bfloat16), jnp.int32)
+        w.offsets[...] = words(sixteenths.astype(jnp.bfloat16))
 
 
 def operands(

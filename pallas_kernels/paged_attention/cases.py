@@ -42,7 +42,8 @@ class Case:
         values = jnp.asarray(values * 50 if pages.dtype == jnp.int8 else values).astype(pages.dtype)
         if scales is not None:
             values = ScaledPages(
-                jnp.where(values == 0, jnp.zeros_like(values), values), _scales(rng, scales.shape, unwritten)
+                jnp.where(values == 0, jnp.zeros_like(values), values),
+                _scales(rng, scales.shape, unwritten, 50 if pages.dtype == jnp.int8 else 1),
             )
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
@@ -88,9 +89,9 @@ class Case:
         return np.asarray(out, np.float32)[rows]
 
 
-def _scales(rng, shape, unwritten) -> jax.Array:
-    """Scales of tokens; NaN for those that nobody wrote."""
-    scales = rng.uniform(0.01, 0.1, size=shape).astype(np.float32)
+def _scales(rng, shape, unwritten, size: int) -> jax.Array:
+    """Scales of tokens that make values of this size about one; NaN for those that nobody wrote."""
+    scales = (rng.uniform(0.5, 1.5, size=shape) / size).astype(np.float32)
     return jnp.asarray(np.where(unwritten[..., None, None, :], np.nan, scales))
 
 

@@ -37,10 +37,11 @@ SPAN = 512  # keys whose weighted values the matrix unit adds up itself
 class State(NamedTuple):
     """What is kept between blocks, and the buffers of one."""
 
-    q: Any  # [steps, lanes, at_once]: the tile's queries, transposed and scaled
+    q: Any  # [steps, lanes, at_once]: the tile's queries, transposed, and scaled where keys have no scales
     top: Any  # [steps, 8, at_once]: largest score
     sums: Any  # [steps, head + 8, at_once]: weighted values, and under them the sum of the weights
-    keys: Any  # [2, keys, lanes] of this head and the next one, scales multiplied in; only where there are scales
+    keys: Any  # [2, keys, lanes] of this head and the next one, widened; only where there are scales
+    key_scales: Any  # [2, keys, 128] float32: what products with them are multiplied by; likewise
     values: Any  # [2, head + 8, keys] of this head and the next one, transposed, and ones
     scores: Any  # [keys, at_once]: of the step to come
     peak: Any  # [8, at_once]: their largest
@@ -63,6 +64,7 @@ def state(s: Static, dtype) -> State:
         pltpu.VMEM((steps, ROW, s.at_once), f32),
         pltpu.VMEM((steps, s.head + ROW, s.at_once), f32),
         pltpu.VMEM((2, s.keys, s.lanes) if s.form.scaled else (2, ROW, LANES), dtype),
+        pltpu.VMEM((2, s.keys, LANES) if s.form.scaled else (2, ROW, LANES), f32),
         pltpu.VMEM((2, s.head + ROW, s.keys), dtype),
         pltpu.VMEM((s.keys, s.at_once), f32),
         pltpu.VMEM((ROW, s.at_once), f32),
@@ -81,10 +83,11 @@ def begin(c: Call) -> None:
     own.top[...] = jnp.full(own.top.shape, MASKED, jnp.float32)
     own.sums[...] = jnp.zeros(own.sums.shape, jnp.float32)
     own.values[:, s.head :] = jnp.ones((2, ROW, s.keys), own.values.dtype)
+    scale = np.float32(1) if s.form.scaled else inner_scale(s.form)
 
     def turn(step, _):
         head, rows = _rows(c, step)
-        own.q[step] = (c.r.q[0, head, rows].astype(jnp.float32) * inner_scale(s.form)).T.astype(own.q.dtype)
+        own.q[step] = (c.r.q[0, head, rows].astype(jnp.float32) * scale).T.astype(own.q.dtype)
 
     lax.fori_loop(0, s.kv_heads * s.chunks, turn, None)
 
@@ -141,23 +144,27 @@ def _cut(whole: slice, unit: int = UNIT) -> list[slice]:
 
 
 def _prepare(c: Call, at: Step) -> None:
-    """Transpose the values of the step's head, and multiply by the scales."""
+    """Transpose the values of the step's head, their scales multiplied in, and have the keys' scales at hand."""
     s, r, own, head = c.s, c.r, c.r.state, at.step // c.s.chunks
+    values = r.kv[at.slot, head, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
     if not s.form.scaled:
-        values = r.kv[at.slot, head, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
         own.values[at.side, : s.head] = values.T[-s.head :]
         return
-    turned = r.kv[at.slot, head].astype(jnp.float32).T
     key_scale, value_scale = (r.kv_scales[at.slot, i, pl.ds(head, 1)] for i in range(2))
-    own.keys[at.side] = (turned[: s.lanes] * key_scale).T.astype(own.keys.dtype)
-    own.values[at.side, : s.head] = (turned[-s.head :] * value_scale).astype(own.values.dtype)
+    turned = values.astype(jnp.float32).T[-s.head :]
+    own.values[at.side, : s.head] = (turned * value_scale).astype(own.values.dtype)
+    own.keys[at.side] = r.kv[at.slot, head, :, : s.lanes].astype(jnp.float32).astype(own.keys.dtype)
+    own.key_scales[at.side] = jnp.broadcast_to(key_scale * inner_scale(s.form), (LANES, s.keys)).T
 
 
 def _score(c: Call, pair, at: Step, masked: bool, x: slice, u: slice) -> Array:
     """Put the scores of keys `x` and query rows `u` in place -> their largest in each sublane, [8, unit]."""
     s, r, own = c.s, c.r, c.r.state
     keys = own.keys[at.side, x] if s.form.scaled else r.kv[at.slot, at.step // s.chunks, x, : s.lanes]
-    scores = bent(s.form, dot(keys, own.q[at.step, :, u], contract=0))
+    products = dot(keys, own.q[at.step, :, u], contract=0)
+    if s.form.scaled:  # after the product, for rounded keys would move large scores
+        products *= jnp.concatenate([own.key_scales[at.side, x]] * ((u.stop - u.start) // LANES), axis=1)
+    scores = bent(s.form, products)
     if masked:
         scores = jnp.where(_seen(c, pair, at, x, u), scores, MASKED)
     own.scores[x, u] = scores
