@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxserve.config import EngineConfig
+
 PROMPT_RATIO = 3  # between neighbouring sizes of steps that compute prompts
 
 
@@ -18,10 +20,17 @@ class Bucket:
     spread: int = 1  # devices that compute one prompt together, each so many of its tokens
 
 
+def every_bucket(config: EngineConfig, longest: int, context: int) -> list[Bucket]:
+    """Those of a deployment with sequences of at most `longest` tokens, `context` devices sharing a long prompt."""
+    budget, page_size = config.max_num_batched_tokens, config.block_size
+    found = all_buckets(config.max_num_seqs, budget, longest, page_size)
+    return found if context == 1 else [*found, spread_bucket(budget, longest, page_size, context)]
+
+
 def all_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int
 ) -> list[Bucket]:
-    """Every bucket of a deployment, smallest first.
+    """Those in which each device computes its own sequences, smallest first.
 
     Decoding comes in powers of two. Prompts come in a few sizes, alone (attention then needs no loop over
     sequences) and beside running sequences. Attention reads the keys that there are, so the number of pages is

@@ -11,12 +11,12 @@ import jax
 from prometheus_client import CollectorRegistry
 
 from jaxserve.arrays import Arrays
-from jaxserve.buckets import all_buckets, spread_bucket
+from jaxserve.buckets import every_bucket
 from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.errors import EngineError
+from jaxserve.errors import ConfigError, EngineError
 from jaxserve.following import LeadingRunner, assemble, follow
 from jaxserve.groups import GroupedScheduler
 from jaxserve.memory import device_memory, fitting_length, plan_pages
@@ -60,6 +60,10 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     `events` is told which cache pages can be found.
     """
     began = time.monotonic()
+    if config.load_compiled and not Path(config.load_compiled).is_dir():
+        raise ConfigError(
+            f"load_compiled={config.load_compiled!r} is no folder; `jaxserve plan --save-compiled` makes it"
+        )
     _keep_compiled(config)
     crew = assemble(config)
     checkpoint = open_checkpoint(config.model, config.revision)
@@ -87,12 +91,9 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     config = replace(config, max_model_len=longest)
 
     weights = load(params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True)
-    buckets = all_buckets(config.max_num_seqs, config.max_num_batched_tokens, longest, config.block_size)
-    if where and where.context > 1:
-        budget = config.max_num_batched_tokens
-        buckets.append(spread_bucket(budget, longest, config.block_size, where.context))
+    buckets = every_bucket(config, longest, where.context if where else 1)
     step = Step(model_config, config.block_size, where)
-    runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets)
+    runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets, config.load_compiled)
     loaded = time.monotonic()
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())

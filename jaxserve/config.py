@@ -115,6 +115,9 @@ class EngineConfig:
     compilation_cache_dir: str | None = setting(
         "~/.cache/jaxserve/xla", "folder where compiled steps are kept between starts; empty for none"
     )
+    load_compiled: str | None = setting(
+        None, "folder of steps that `jaxserve plan --save-compiled` made, which need not be compiled here"
+    )
 
     def __post_init__(self):
         for f in fields(self):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxserve.buckets import Bucket, choose, first_needed
 from jaxserve.compiles import give_back_memory
 from jaxserve.sampling.admission import Admission
 from jaxserve.sampling.state import SlotState, admit
+from jaxserve.saved_steps import load_step
 from jaxserve.spread import pack_spread, spread_rows
 from jaxserve.step import Step, StepOutput
 
@@ -46,7 +48,16 @@ class Pending:
 class DeviceRunner:
     """Holds the weights, the cache pages and the slots' state on the device, and the compiled steps."""
 
-    def __init__(self, step: Step, params, pool, state: SlotState, buckets: list[Bucket]):
+    def __init__(
+        self,
+        step: Step,
+        params,
+        pool,
+        state: SlotState,
+        buckets: list[Bucket],
+        saved: str | None = None,
+    ):
+        """`saved` is a folder of compiled steps (see `jaxserve.saved_steps`)."""
         self.step, self.params, self.pool, self.state = step, params, pool, state
         self.warm = threading.Event()  # set when every bucket is compiled
         self._groups = step.placement.groups if step.placement else 1
@@ -54,6 +65,7 @@ class DeviceRunner:
         self._longest = max((b.tokens for b in buckets if b.spread == 1), default=0)  # chunk of a sequence
         self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
+        self._saved = saved
         self._closing = False
         self._lock = threading.Lock()
 
@@ -103,10 +115,21 @@ class DeviceRunner:
 
     def _compile(self, bucket: Bucket, options: dict[str, Any] | None = None) -> None:
         params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
-        self._compiled[bucket] = self.step.lower(params, pages, state, bucket).compile(options)
+        lowered = self.step.lower(params, pages, state, bucket)
+        self._compiled[bucket] = self._load(bucket, lowered) or lowered.compile(options)
         give_back_memory()
         with self._lock:
             self._ready = sorted([*self._ready, bucket])
+
+    def _load(self, bucket: Bucket, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        if self._saved is None:
+            return None
+        placement = self.step.placement
+        devices = list(placement.mesh.devices.flat) if placement else jax.devices()[:1]
+        found = load_step(Path(self._saved), lowered, devices)
+        if found is None:
+            log.warning("%s has no %s of these settings and versions: it is compiled", self._saved, bucket)
+        return found
 
     def launch(self, rows: Sequence[Row]) -> Pending:
         """Start a step of these sequences; without any, the smallest step, of padding only."""

@@ -1,6 +1,5 @@
 """The real step, compiled for devices that are not here, with shapes in place of arrays."""
 
-import pickle
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxserve.arrays import Arrays
-from jaxserve.batch import flat_size
 from jaxserve.buckets import Bucket
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -21,6 +18,7 @@ from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
 from jaxserve.plan.collectives import Traffic, collectives
 from jaxserve.plan.roofline import is_matrix
+from jaxserve.saved_steps import save_step
 from jaxserve.step import Step
 from pallas_kernels.formats import Format, quantise
 from sharding.params import Param, stack_layers
@@ -50,15 +48,16 @@ class CompiledStep:
     workspace_bytes: int
     program_bytes: int
     sent: list[Traffic]
+    lowered: jax.stages.Lowered
     executable: jax.stages.Compiled
 
     @property
     def device_bytes(self) -> int:
         return self.argument_bytes + self.workspace_bytes + self.program_bytes
 
-    def save(self, file: Path) -> None:
-        """The executable with its argument trees, for `jax.experimental.serialize_executable.deserialize_and_load`."""
-        file.write_bytes(pickle.dumps(serialize_executable.serialize(self.executable)))
+    def save(self, folder: Path) -> None:
+        """For `jaxserve serve --load-compiled`."""
+        save_step(folder, self.lowered, self.executable)
 
 
 def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Format | None) -> Deployment:
@@ -89,12 +88,9 @@ def compile_step(d: Deployment, bucket: Bucket, num_pages: int) -> CompiledStep:
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, d.where.state
     )
-    flat = jax.ShapeDtypeStruct((d.where.groups * flat_size(bucket),), jnp.int32, sharding=d.where.flat)
     began = time.perf_counter()
     with jax.sharding.use_abstract_mesh(d.mesh.abstract_mesh):
-        step = Step(d.model, d.config.block_size, d.where)
-        traced = step.jitted.trace(d.weights, pool, state, flat, bucket=bucket)
-        lowered = traced.lower(lowering_platforms=("tpu",))
+        lowered = Step(d.model, d.config.block_size, d.where).lower(d.weights, pool, state, bucket)
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as why:
@@ -110,5 +106,6 @@ def compile_step(d: Deployment, bucket: Bucket, num_pages: int) -> CompiledStep:
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
         collectives(executable.as_text() or ""),
+        lowered,
         executable,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxserve.buckets import Bucket
+from jaxserve.buckets import Bucket, every_bucket
 from jaxserve.build import settled
 from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.config import EngineConfig
@@ -90,8 +90,8 @@ def plan(
 ) -> Plan:
     """Compile the decode and the prefill step of `config.model` for a slice, and count.
 
-    `on_step` hears what is being compiled. `save` is a folder for the executables. ConfigError, with the numbers,
-    if the model does not fit the mesh or the mesh's memory.
+    `on_step` hears what is being compiled. `save` is a folder for all steps of the deployment. ConfigError,
+    with the numbers, if the model does not fit the mesh or the mesh's memory.
     """
     chip, _ = slice_of(slice_name)
     made = deployed(config, slice_name)
@@ -105,14 +105,17 @@ def plan(
     for name, bucket in _buckets(config, longest).items():
         on_step(name)
         compiled = compile_step(made, bucket, num_pages)
-        if save:
-            save.mkdir(parents=True, exist_ok=True)
-            compiled.save(save / f"{name}.jaxexec")
         load = Load(bucket.tokens, bucket.seqs, min(context, longest), groups)
         token_bytes = made.arrays.page_bytes / config.block_size
         steps.append(
             PlannedStep(name, compiled, roofline(model, chip, weights, token_bytes, load, compiled.sent))
         )
+    if save:
+        every = every_bucket(config, longest, made.where.context)
+        for number, bucket in enumerate(every, 1):
+            on_step(f"{number}. of {len(every)} to save")
+            known = next((step.compiled for step in steps if step.compiled.bucket == bucket), None)
+            (known or compile_step(made, bucket, num_pages)).save(save)
     return Plan(
         model=config.model, slice=slice_name, chip=chip, devices=made.mesh.size, topology=topology_for(config, model),
         experts=experts.name if experts else config.dtype, weight_bytes=weight_bytes,
