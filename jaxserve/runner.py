@@ -126,7 +126,11 @@ class DeviceRunner:
             return None
         placement = self.step.placement
         devices = list(placement.mesh.devices.flat) if placement else jax.devices()[:1]
-        found = load_step(Path(self._saved), lowered, devices)
+        try:
+            found = load_step(Path(self._saved), lowered, devices)
+        except Exception as why:  # a file of machine code can be wrong in any way
+            log.warning("%s of %s cannot be loaded (%s): it is compiled", bucket, self._saved, why)
+            return None
         if found is None:
             log.warning("%s has no %s of these settings and versions: it is compiled", self._saved, bucket)
         return found

@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 from jax.experimental import serialize_executable
 
+COMPILERS = ("jaxserve", "jax", "jaxlib", "libtpu")  # packages of which another version makes other programs
+
 
 def save_step(folder: Path, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Path:
     """Write a step; its file."""
@@ -41,6 +43,6 @@ def load_step(
 
 def _file(folder: Path, lowered: jax.stages.Lowered) -> Path:
     digest = hashlib.sha256(lowered.as_text().encode())
-    for package in ("jaxserve", "jax", "jaxlib"):
-        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in COMPILERS}
+    digest.update(repr(sorted(versions.items())).encode())
     return folder / f"{digest.hexdigest()[:32]}.jaxexec"

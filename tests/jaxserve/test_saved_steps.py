@@ -1,6 +1,7 @@
 """An engine starts from steps that were compiled elsewhere, and answers as one that compiled its own."""
 
 import logging
+from pathlib import Path
 
 import jax
 import pytest
@@ -34,6 +35,12 @@ def runner_of(built: Built) -> DeviceRunner:
     return built.engine.runner
 
 
+def save(runner: DeviceRunner, folder: Path) -> None:
+    params, pool, state = jax.tree.map(_shape, (runner.params, runner.pool, runner.state))
+    for bucket, compiled in runner._compiled.items():
+        save_step(folder, runner.step.lower(params, pool, state, bucket), compiled)
+
+
 def answer(built: Built) -> list[int]:
     traffic = Traffic(built.engine)
     traffic.add(Request("a", [*range(3, 30)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
@@ -46,20 +53,27 @@ def answer(built: Built) -> list[int]:
 def test_an_engine_starts_from_saved_steps(tmp_path, caplog, devices):
     model, saved = str(tiny_checkpoint(tmp_path / "model", tokenizer=True)), tmp_path / "compiled"
     own = engine(model, tensor_parallel_size=devices)
-    runner = runner_of(own)
-    params, pool, state = jax.tree.map(_shape, (runner.params, runner.pool, runner.state))
-    for bucket, compiled in runner._compiled.items():
-        save_step(saved, runner.step.lower(params, pool, state, bucket), compiled)
-
+    save(runner_of(own), saved)
     with caplog.at_level(logging.WARNING):
         loading = engine(model, tensor_parallel_size=devices, load_compiled=str(saved))
     assert "it is compiled" not in caplog.text
     assert answer(loading) == answer(own)
+
+
+def test_steps_that_are_not_there_or_broken_are_compiled(tmp_path, caplog):
+    model, saved = str(tiny_checkpoint(tmp_path / "model", tokenizer=True)), tmp_path / "compiled"
+    saved.mkdir()
     with caplog.at_level(logging.WARNING):
-        engine(model, tensor_parallel_size=devices, load_compiled=str(saved), num_gpu_blocks_override=11)
-    assert caplog.text.count("it is compiled") == len(runner._compiled), (
-        "a cache of another size is another program"
-    )
+        own = engine(model, load_compiled=str(saved))
+    runner = runner_of(own)
+    assert caplog.text.count("of these settings and versions: it is compiled") == len(runner._compiled)
+    save(runner, saved)
+    for file in saved.iterdir():
+        file.write_bytes(file.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        again = engine(model, load_compiled=str(saved))
+    assert caplog.text.count("cannot be loaded") == len(runner._compiled)
+    assert answer(again) == answer(own)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
