@@ -33,7 +33,9 @@ settings.load_profile("jaxserve")
 @pytest.fixture(scope="session")
 def compilation_cache_dir(tmp_path_factory) -> str:
     """A folder for compiled steps that the whole run shares, so that equal steps compile once."""
-    return str(tmp_path_factory.mktemp("xla"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return str(shared / "xla")
 
 
 def pytest_addoption(parser):
@@ -43,30 +45,34 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[_ROWS] = {}
+    path = config.getoption("--support-report")
+    if path and not hasattr(config, "workerinput"):  # the process that hears of all tests, not one that runs some
+        config.pluginmanager.register(SupportReport(Path(path)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    rows = item.config.stash[_ROWS]
-    for mark in item.iter_markers("supports"):
-        outcomes = rows.setdefault(mark.args, set())
-        if report.when == "call" or report.outcome != "passed":
-            outcomes.add(report.outcome)
+    report.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
     return report
 
 
-def pytest_sessionfinish(session):
-    path = session.config.getoption("--support-report")
-    if not path:
-        return
-    rows = [
-        {"area": area, "name": name, "works": outcomes == {"passed"}}
-        for (area, name), outcomes in session.config.stash[_ROWS].items()
-    ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(rows, indent=1))
+class SupportReport:
+    """Gathers what became of each row's tests, and writes it when the run ends."""
 
+    def __init__(self, path: Path):
+        self._path = path
+        self._outcomes: dict[tuple[str, str], set[str]] = {}
 
-_ROWS = pytest.StashKey[dict[tuple[str, str], set[str]]]()
+    def pytest_runtest_logreport(self, report):
+        for name, row in report.user_properties:
+            if name == "supports" and (report.when == "call" or report.outcome != "passed"):
+                self._outcomes.setdefault(tuple(row), set()).add(report.outcome)
+
+    def pytest_sessionfinish(self):
+        rows = [
+            {"area": area, "name": name, "works": outcomes == {"passed"}}
+            for (area, name), outcomes in self._outcomes.items()
+        ]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(rows, indent=1))
