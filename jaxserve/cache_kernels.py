@@ -60,9 +60,8 @@ def _try_kernels(config: EngineConfig, c: ModelConfig, mesh: Mesh | None) -> Non
 
 def _trace(op: Op, *args: Any, **options: Any) -> None:
     """Unfit if none of the platform's kernels takes these shapes."""
-    for kernel in op.kernels.values():
-        if kernel.platform == platform():
-            jax.eval_shape(partial(kernel.fn, **options), *args)
+    for kernel in op.here().values():
+        jax.eval_shape(partial(kernel.fn, **options), *args)
 
 
 def _check_gpu(asked: str) -> None:

@@ -35,13 +35,16 @@ class Op[**P, R]:
         self.reference, self.kernels = reference, kernels
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for name, kernel in self.kernels.items():
-            if kernel.platform == platform():
-                try:
-                    return kernel.fn(*args, **kwargs)
-                except Unfit as why:
-                    _say_once(self.name, name, str(why))
+        for name, kernel in self.here().items():
+            try:
+                return kernel.fn(*args, **kwargs)
+            except Unfit as why:
+                _say_once(self.name, name, str(why))
         return self.reference(*args, **kwargs)
+
+    def here(self) -> dict[str, Kernel[P, R]]:
+        """The kernels for this platform, the preferred one first."""
+        return {name: kernel for name, kernel in self.kernels.items() if kernel.platform == platform()}
 
     def using(self, name: str) -> Callable[P, R]:
         """This implementation and no other; what it cannot do, it raises."""
