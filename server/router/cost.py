@@ -31,6 +31,7 @@ class Prediction:
     hit: int  # prompt tokens that need not be computed
     ttft: float  # seconds to the first token
     seconds: float  # to the last one
+    work: float  # seconds that it keeps the device busy: its prompt, and its share of the steps of its answer
 
 
 def predict(standing: Standing, prompt_tokens: int, hit: int, output_tokens: float) -> Prediction:
@@ -40,36 +41,48 @@ def predict(standing: Standing, prompt_tokens: int, hit: int, output_tokens: flo
     With every place taken, it waits first for answers to end: one does every (their length / places).
     """
     pace, decoding = standing.pace, min(standing.decoding, standing.max_num_seqs)
-    to_compute = standing.backlog + max(prompt_tokens - hit, 1)
+    own = max(prompt_tokens - hit, 1)
+    to_compute = standing.backlog + own
     steps = math.ceil(to_compute / max(standing.step_tokens - decoding, 1))
     ttft = pace.prompt_token * to_compute + steps * pace.seconds(0, decoding)
-    answer = output_tokens * pace.seconds(0, min(decoding + 1, standing.max_num_seqs))
+    together = min(decoding + 1, standing.max_num_seqs)
+    answer = output_tokens * pace.seconds(0, together)
+    work = pace.prompt_token * own + answer / together
     too_many = standing.requests + 1 - standing.max_num_seqs
     if too_many > 0:
         ttft += too_many * answer / standing.max_num_seqs
-    return Prediction(hit, ttft, ttft + answer)
+    return Prediction(hit, ttft, ttft + answer, work)
 
 
 def choose[W: Hashable](
     predictions: Mapping[W, Prediction],
     recent: Mapping[W, float],
     tolerance: float,
-    favourite: W | None,
+    before: W | None,
     rng: random.Random,
 ) -> W:
-    """The worker with the least seconds; of those that differ by less than predictions usually err, the favourite
-    (who served the session before), else the one with less recent work of two drawn at random.
+    """The worker for a request: where it ends soonest, or for a new conversation where the least work is.
 
-    Two of many, because what is known of all of them is a little old: everybody's best would be overrun.
+    A conversation stays where it begins, as its pages do, so its first request is placed by work: on the worker that,
+    with it, was given the fewest seconds of work lately. A beginning that is cached counts by the seconds that it
+    saves, so it is computed anew elsewhere once its worker is ahead by more than that: what many ask for spreads.
+
+    Later requests go where they end soonest; among workers that differ by less than predictions usually err, to the
+    one that served the conversation before, else to the one with less recent work of two drawn at random. Two of
+    many, because what is known of all of them is a little old: everybody's best would be overrun.
 
     Args:
         recent: seconds of work given to each lately.
         tolerance: seconds by which predictions err.
+        before: who served the conversation before; None for a new one.
     """
-    least = min(prediction.seconds for prediction in predictions.values())
-    near = [worker for worker, prediction in predictions.items() if prediction.seconds <= least + tolerance]
-    if favourite in near:
-        assert favourite is not None
-        return favourite
+    if before is None or before not in predictions:
+        work = {worker: recent.get(worker, 0.0) + each.work for worker, each in predictions.items()}
+        least = min(work.values())
+        return rng.choice([worker for worker in work if work[worker] == least])
+    soonest = min(prediction.seconds for prediction in predictions.values())
+    near = [worker for worker, each in predictions.items() if each.seconds <= soonest + tolerance]
+    if before in near:
+        return before
     pair = rng.sample(near, min(2, len(near)))
     return min(pair, key=lambda worker: recent.get(worker, 0.0))

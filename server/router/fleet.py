@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import httpx
@@ -24,7 +24,7 @@ from server.router.split import reason_to_split
 from server.router.worker import Ticket, Worker
 
 log = logging.getLogger(__name__)
-SESSIONS = 65536  # remembered, the latest ones
+CONVERSATIONS = 65536  # remembered, the latest ones
 UNMEASURED = Pace(0.01, 0.001, 0.0)  # until a step was measured anywhere: only the proportions matter
 RETRY_PART = 0.2  # of all requests, beyond a burst: lest a failing fleet is given several times its load
 
@@ -56,8 +56,15 @@ class Asked:
 class Fleet:
     """Follows the workers, gives requests to them and learns from the answers."""
 
-    def __init__(self, config: RouterConfig, metrics: RouterMetrics, rng: random.Random | None = None):
-        self.config, self.metrics = config, metrics
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`clock` is in seconds, and never goes back."""
+        self.config, self.metrics, self._clock = config, metrics, clock
         self.workers: dict[str, Worker] = {}
         self.learned = Learned()
         self.retry_budget, self.hedge_budget = Budget(RETRY_PART), Budget(config.hedge_limit, 2.0)
@@ -66,7 +73,9 @@ class Fleet:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._rng = rng or random.Random()
-        self._sessions: OrderedDict[str, str] = OrderedDict()  # to the address of who served it last
+        self._conversations: OrderedDict[str | bytes, str] = (
+            OrderedDict()
+        )  # to the address of who served it last
         self._turn = 0
         self._tasks: dict[str, asyncio.Task] = {}
         self._always: list[asyncio.Task] = []
@@ -132,7 +141,7 @@ class Fleet:
                 param="model",
                 code="model_not_found",
             )
-        now = time.monotonic()
+        now = self._clock()
         able = [
             worker
             for worker in known
@@ -153,30 +162,29 @@ class Fleet:
             self._turn += 1
             worker = open_to[self._turn % len(open_to)]
         else:
-            now = time.monotonic()
+            now = self._clock()
             worker = choose(
                 predictions,
                 {each: each.recent_work(now) for each in open_to},
                 self.learned.ttft_error.or_else(0.0),
-                self.workers.get(self._sessions.get(asked.session or "", "")),
+                self._before(asked),
                 self._rng,
             )
         ticket = Ticket(
             asked.pages_of(worker.page_size),
             asked.prompt_tokens,
             predictions[worker],
-            time.monotonic(),
+            self._clock(),
             self._prefill_url(worker, asked, predictions[worker]),
         )
         worker.give(ticket)
-        if asked.session:
-            self._remember(asked.session, worker)
+        self._remember(asked, worker)
         self.metrics.on_given(worker.url)
         return worker, ticket
 
     def _prefill_url(self, worker: Worker, asked: Asked, prediction: Prediction) -> str | None:
         """The worker that is to compute the prompt for `worker`; None if that does it itself."""
-        now = time.monotonic()
+        now = self._clock()
         others = [
             other
             for other in self.workers.values()
@@ -199,7 +207,7 @@ class Fleet:
     def _predict(self, worker: Worker, asked: Asked) -> Prediction:
         prompt, pages = asked.prompt_tokens, asked.pages_of(worker.page_size)
         hit = worker.hit(pages, prompt)
-        if not asked.tokens and asked.session and self._sessions.get(asked.session) == worker.url:
+        if not asked.tokens and asked.session and self._conversations.get(asked.session) == worker.url:
             # Its tokens are not known; of the worker that served the session before, expect what is usual.
             usual = self.learned.prompt_tokens.or_else(1) or 1
             hit = int(prompt * max(1 - self.learned.computed_tokens.or_else(usual) / usual, 0.0))
@@ -215,16 +223,30 @@ class Fleet:
             return UNMEASURED
         return Pace(*(sum(part) / len(known) for part in zip(*known, strict=True)))
 
-    def _remember(self, session: str, worker: Worker) -> None:
-        self._sessions[session] = worker.url
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > SESSIONS:
-            self._sessions.popitem(last=False)
+    def _before(self, asked: Asked) -> Worker | None:
+        """Who served the conversation before: by its name, or else because this prompt goes on after one of its own."""
+        if asked.session:
+            return self.workers.get(self._conversations.get(asked.session, ""))
+        for page_size in {worker.page_size for worker in self.workers.values()}:
+            for page in reversed(asked.pages_of(page_size)):
+                if page in self._conversations:
+                    return self.workers.get(self._conversations[page])
+        return None
+
+    def _remember(self, asked: Asked, worker: Worker) -> None:
+        """A conversation without a name goes by the last full page of its latest prompt."""
+        name = asked.session or next(iter(asked.pages_of(worker.page_size)[-1:]), None)
+        if name is None:
+            return
+        self._conversations[name] = worker.url
+        self._conversations.move_to_end(name)
+        if len(self._conversations) > CONVERSATIONS:
+            self._conversations.popitem(last=False)
 
     def _why_nobody(self) -> str:
         if not self.workers:
             return "the router knows no worker yet; try again soon"
-        now = time.monotonic()
+        now = self._clock()
 
         def state(worker: Worker) -> str:
             if worker.leaving:
@@ -240,7 +262,7 @@ class Fleet:
         """The answer has begun."""
         if not ticket.answering:
             ticket.answering = True
-            seconds = time.monotonic() - ticket.sent_at
+            seconds = self._clock() - ticket.sent_at
             self.learned.ttft_error.add(abs(seconds - ticket.prediction.ttft))
             self.metrics.on_first_token(worker.url, ticket.prediction.ttft, seconds)
 
@@ -255,13 +277,13 @@ class Fleet:
         self.learned.prompt_tokens.add(prompt)
         self.learned.computed_tokens.add(prompt - cached)
         self.metrics.on_answered(worker.url, prompt, ticket.prediction.hit, cached)
-        now, pace = time.monotonic(), self._pace(worker)
+        now, pace = self._clock(), self._pace(worker)
         together = max(sum(other.answering for other in worker.tickets), 1)
         self.learned.prompt_seconds.add((prompt - cached) * pace.prompt_token, now)
         self.learned.answer_seconds.add(output * pace.seconds(0, together) / together, now)
 
     def on_failed(self, worker: Worker, why: str) -> None:
         """The worker failed a request."""
-        worker.breaker.failed(time.monotonic())
+        worker.breaker.failed(self._clock())
         self.metrics.on_failed(worker.url)
         log.warning("%s failed a request: %s", worker.url, why)

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ class Worker:
         self.tickets: set[Ticket] = set()
         self._on_the_way: Counter[bytes] = Counter()  # pages of prompts in `tickets`
         self.limits: set[asyncio.Timeout] = set()
-        self._work, self._worked_at = 0.0, time.monotonic()
+        self._work, self._worked_at = 0.0, 0.0
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -126,7 +125,7 @@ class Worker:
         self._on_the_way.update(ticket.pages)
         self.breaker.sent(ticket.sent_at)
         self.recent_work(ticket.sent_at)
-        self._work += ticket.prediction.seconds
+        self._work += ticket.prediction.work
 
     def take_back(self, ticket: Ticket) -> None:
         """The request has ended, or goes elsewhere."""

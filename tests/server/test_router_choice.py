@@ -63,20 +63,29 @@ def test_without_a_free_place_the_wait_is_for_answers_to_end():
     tolerance=st.floats(0, 2),
 )
 def test_the_choice_is_never_worse_than_predictions_err(seconds, seed, tolerance):
-    predictions = {i: Prediction(0, each / 2, each) for i, each in enumerate(seconds)}
-    chosen = choose(predictions, {}, tolerance, None, random.Random(seed))
+    predictions = {i: Prediction(0, each / 2, each, each) for i, each in enumerate(seconds)}
+    chosen = choose(predictions, {}, tolerance, 0, random.Random(seed))
     assert seconds[chosen] <= min(seconds) + tolerance
 
 
-def test_among_equals_work_spreads_and_a_session_stays():
-    predictions = {name: Prediction(0, 0.1, 1.0) for name in "abcd"}
+def test_new_conversations_spread_and_one_that_has_begun_stays():
+    predictions = {name: Prediction(0, 0.1, 1.0, 1.0) for name in "abcd"}
     rng, work = random.Random(0), dict.fromkeys("abcd", 0.0)
     for _ in range(400):
         work[choose(predictions, work, 0.0, None, rng)] += 1
-    assert max(work.values()) < 1.05 * 100
+    assert set(work.values()) == {100}
     assert {choose(predictions, {"c": 9.0}, 0.0, "c", rng) for _ in range(9)} == {"c"}
-    worse = predictions | {"c": Prediction(0, 0.1, 1.5)}
+    worse = predictions | {"c": Prediction(0, 0.1, 1.5, 1.0)}
     assert choose(worse, {}, 0.1, "c", rng) != "c"
+    assert {choose(worse, {"a": 9.0, "b": 9.0}, 0.1, "c", rng) for _ in range(40)} == {"a", "b", "d"}
+
+
+def test_a_beginning_that_many_share_is_computed_where_less_was_done_when_that_is_worth_it():
+    predictions = {"has it": Prediction(900, 0.1, 1.0, 0.2), "idle": Prediction(0, 1.0, 1.9, 1.1)}
+    rng = random.Random(0)
+    assert choose(predictions, {"has it": 0.8}, 0.0, None, rng) == "has it"
+    assert choose(predictions, {"has it": 1.0}, 0.0, None, rng) == "idle"
+    assert choose(predictions, {"has it": 1.0}, 0.0, "gone", rng) == "idle"
 
 
 def test_a_breaker_opens_after_failures_tries_once_and_closes_again():
@@ -120,7 +129,7 @@ def test_a_prompts_pages_are_found_where_the_cache_has_them():
     take(worker, reader.news(events))
     assert worker.hit(pages, len(prompt)) == 12 == cache.match(prompt, "salt").length
     assert worker.hit(page_names(prompt, 4, ""), len(prompt)) == 0
-    ticket = Ticket(pages, len(prompt), Prediction(12, 1.0, 2.0), 0.0)
+    ticket = Ticket(pages, len(prompt), Prediction(12, 1.0, 2.0, 1.0), 0.0)
     worker.give(ticket)
     assert worker.hit(pages, len(prompt)) == 20  # as soon as what is on its way has been served
     worker.take_back(ticket)
