@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jaxserve.models import ModelConfig
+from jaxserve.quantize.experts import expert_inputs
 from jaxserve.quantize.observe import Inputs, inputs, observed
 from jaxserve.whole import forward
 
@@ -29,30 +30,47 @@ class Layerwise:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def see(self, number: int, layer: Any, paths: Sequence[str]) -> dict[str, Inputs]:
-        """The inputs of those of a layer's weights that rows are multiplied by."""
+        """The inputs of those of a layer's weights that rows are multiplied by; an expert has "experts.gate.3"."""
         seen: dict[str, Inputs] = {}
         for x in self.stream:
-            _, found = self._run(number, layer, x, observed)
-            for path, values in found.items():
-                part = inputs(values, x.shape[0])
+            inside, found, routed = self._seen(number, layer, x)
+            parts = {path: inputs(values, x.shape[0]) for path, values in found.items()}
+            if routed is not None:
+                clamp = self._config.mixture.clamp if self._config.mixture else None
+                ids = inside["router_experts"][0]
+                for name, each in expert_inputs(layer["experts"], routed, ids, clamp).items():
+                    parts |= {f"experts.{name}.{expert}": part for expert, part in enumerate(each)}
+            for path, part in parts.items():
                 seen[path] = seen[path] + part if path in seen else part
-        return {path: seen[path] for path in paths if path in seen}
+        return {
+            path: part for path, part in seen.items() if path in paths or path.rpartition(".")[0] in paths
+        }
 
     def advance(self, number: int, layer: Any) -> None:
         """The stream after this layer."""
-        self.stream = [self._run(number, layer, x, None) for x in self.stream]
+        run = [self._compile(number, layer, x, sees=False) for x in self.stream]
+        self.stream = [fn(layer, x)["layers"][0] for fn, x in zip(run, self.stream, strict=True)]
 
-    def _run(self, number: int, layer: Any, x: Array, wrap: Callable[..., Any] | None) -> Any:
+    def _seen(
+        self, number: int, layer: Any, x: Array
+    ) -> tuple[dict[str, Array], dict[str, Any], Array | None]:
+        """(what happened inside, what each weight of two axes met, the rows that the router saw)."""
+        inside, found, routed = self._compile(number, layer, x, sees=True)(layer, x)
+        names = _names(layer)
+        return inside, {names[i]: values for i, values in found.items()}, routed
+
+    def _compile(self, number: int, layer: Any, x: Array, *, sees: bool) -> Callable[..., Any]:
         c, sequences = _alone(self._config, number), x.shape[0] // self._length
-        fn = partial(_output, c, sequences)
-        key = (c, x.shape, jax.tree.structure(layer), wrap is None)
+        fn, names = partial(_inside, c, sequences), _names(layer)
+        key = (c, x.shape, jax.tree.structure(layer), sees)
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(wrap(fn, layer, x) if wrap else fn)
-        result = self._compiled[key](layer, x)
-        if wrap is None:
-            return result
-        names = [".".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(layer)]
-        return result[0], {names[i]: values for i, values in result[1].items()}
+            router = names.index("router") if "router" in names else None
+            self._compiled[key] = jax.jit(observed(fn, layer, x, whole=router) if sees else fn)
+        return self._compiled[key]
+
+
+def _names(layer: Any) -> list[str]:
+    return [".".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(layer)]
 
 
 def _alone(c: ModelConfig, number: int) -> ModelConfig:
@@ -62,8 +80,8 @@ def _alone(c: ModelConfig, number: int) -> ModelConfig:
     return replace(c, windows=windows, layer_ropes=ropes, embed_scale=1.0, mixture=mixture)
 
 
-def _output(c: ModelConfig, sequences: int, layer: Any, x: Array) -> Array:
+def _inside(c: ModelConfig, sequences: int, layer: Any, x: Array) -> dict[str, Array]:
     # Rows of the stream in place of an embedding: token t is row t.
     params = {"embed": x, "layers": [layer], "norm": jnp.zeros(x.shape[1], x.dtype)}
     tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
-    return forward(c, params, tokens, sequences=sequences, collect=True)[1]["layers"][0]
+    return forward(c, params, tokens, sequences=sequences, collect=True)[1]

@@ -26,20 +26,23 @@ class Inputs:
         return Inputs(self.gram + other.gram, largest, self.sample, self.count + other.count)
 
 
-def observed(fn: Callable[..., Any], weights: Any, *args: Any) -> Callable[..., tuple[Any, dict[int, Any]]]:
+def observed(
+    fn: Callable[..., Any], weights: Any, *args: Any, whole: int | None = None
+) -> Callable[..., tuple[Any, dict[int, Any], Any]]:
     """Like `fn(weights, *args)`, and what it gives is followed by {leaf number of `weights`: what its columns meet}.
 
-    That is (Gram matrix, largest, sample) for the leaves [F, D] that rows [T, D] are multiplied by. To be jitted;
-    arguments have the shapes of `args`.
+    That is (Gram matrix, largest, sample) for the leaves [F, D] that rows [T, D] are multiplied by. Last come all rows
+    that leaf number `whole` meets, or None. To be jitted; arguments have the shapes of `args`.
     """
     closed, out = jax.make_jaxpr(fn, return_shape=True)(weights, *args)
     tree, leaves = jax.tree.structure(out), len(jax.tree.leaves(weights))
 
-    def run(weights: Any, *args: Any) -> tuple[Any, dict[int, Any]]:
+    def run(weights: Any, *args: Any) -> tuple[Any, dict[int, Any], Any]:
         seen: dict[int, Any] = {}
         marks = {var: i for i, var in enumerate(closed.jaxpr.invars[:leaves])}
         outs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((weights, *args)), marks, seen)
-        return jax.tree.unflatten(tree, outs), {i: _summed(x) for i, x in seen.items()}
+        rows = None if whole is None else seen.get(whole)
+        return jax.tree.unflatten(tree, outs), {i: summed(x) for i, x in seen.items()}, rows
 
     return run
 
@@ -50,7 +53,8 @@ def inputs(summed: tuple[Any, Any, Any], count: int) -> Inputs:
     return Inputs(gram, largest, sample, count)
 
 
-def _summed(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def summed(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(Gram matrix, largest of each column, first rows) of rows [T, D]."""
     x = x.astype(jnp.float32)
     return jnp.matmul(x.T, x, precision="highest"), jnp.max(jnp.abs(x), axis=0), x[:SAMPLE]
 

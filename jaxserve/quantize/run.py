@@ -17,6 +17,7 @@ from jaxserve.checkpoint_config import QuantizeConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.quantize import source
+from jaxserve.quantize.experts import steadied
 from jaxserve.quantize.layerwise import Layerwise
 from jaxserve.quantize.methods import METHODS, Method, check_scalable, rounded, scaled
 from jaxserve.quantize.rotation import (
@@ -106,8 +107,8 @@ class Quantizer:
             layer, seen = scaled(self.config, self.method.scales, layer, seen, self.target.format)
         tensors, errors = source.kept(params, layer, self.checkpoint, self.config.dtype), {}
         for at, param in linear.items():
-            for name, w in source.matrices(param, source.at(layer, at)):
-                inputs = seen.get(at)
+            for number, (name, w) in enumerate(source.matrices(param, source.at(layer, at))):
+                inputs = seen.get(at) or steadied(seen.get(f"{at}.{number}"))
                 q = rounded(self.method, w, inputs, self.target.format)
                 tensors |= stored(name, q)
                 gram = inputs.gram if inputs else np.eye(w.shape[1], dtype=np.float32)
