@@ -1,11 +1,12 @@
 """The arrays that an engine keeps on its devices beside the weights, and what all of them take of a device's memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxserve.config import EngineConfig
+from jaxserve.expert_loads import no_loads
 from jaxserve.memory import elements, params_bytes
 from jaxserve.models import ModelConfig
 from jaxserve.placement import Placement
@@ -74,4 +75,6 @@ class Arrays:
         return self.placement.groups if self.placement else 1
 
     def _new_state(self) -> SlotState:
-        return new_state(self._groups * self.config.max_num_seqs, self.model.vocab_size)
+        state = new_state(self._groups * self.config.max_num_seqs, self.model.vocab_size)
+        mesh = self.placement.mesh if self.placement else None
+        return replace(state, expert_loads=no_loads(self.model, mesh))

@@ -201,7 +201,7 @@ class AsyncLLM:
         self._wake.set()
         if not self._failure:  # whatever it waits for then may never come
             self._thread.join()
-        self._engine.runner.close()
+        self._engine.close()
 
     def _abandon(self, stream: Deltas) -> None:
         with self._lock:

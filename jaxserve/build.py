@@ -16,7 +16,9 @@ from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.compiles import count_compiles
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.eplb import EplbConfig
 from jaxserve.errors import ConfigError, EngineError
+from jaxserve.expert_loads import ExpertTraffic
 from jaxserve.following import LeadingRunner, assemble, follow
 from jaxserve.groups import GroupedScheduler
 from jaxserve.memory import device_memory, fitting_length, plan_pages
@@ -24,6 +26,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
 from jaxserve.pool import IN_8_BITS, cache_name
+from jaxserve.rebalance import Rebalancer, with_first_copies
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
 from jaxserve.sampling.admission import admission
@@ -31,7 +34,7 @@ from jaxserve.sampling.params import SamplingParams
 from jaxserve.scheduler import Scheduler
 from jaxserve.step import Step
 from jaxserve.text import Tokenizer, load_tokenizer
-from jaxserve.topology import mesh_for, with_dispatch
+from jaxserve.topology import mesh_for, with_dispatch, with_slots
 from jaxserve.weights import load, open_checkpoint
 from jaxserve.weights.packing import bytes_saved
 from kv import KVCache
@@ -70,19 +73,18 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     model_config = ModelConfig.from_hf(checkpoint.config, config.max_model_len)
     tokenizer = load_tokenizer(config.tokenizer or str(checkpoint.path), config.revision)
     config = settled(config, model_config)
+    mesh = mesh_for(config, model_config)
+    model_config = with_slots(config, with_dispatch(config, model_config, mesh), mesh)
     params = model_for(model_config).params(model_config)
     stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
     if stacked:
         params["layers"] = stack_layers(params["layers"])
-
-    mesh = mesh_for(config, model_config)
-    model_config = with_dispatch(config, model_config, mesh)
     check_cache_kernels(config, model_config, mesh)
     cache = config.kv_cache_dtype
     where = placement(mesh, model_config, params, stacked=stacked, cache_dtype=cache) if mesh else None
     # On a CPU no product of low-bit weights is fast, and on a mesh their kernels are not divided yet.
     low_bit = stacked and where is None
-    saved = bytes_saved(params, checkpoint, config.dtype) if low_bit else 0
+    saved = bytes_saved(params, checkpoint, config.dtype, where and where.params) if low_bit else 0
     arrays = Arrays(config, model_config, params, stacked, where, saved)
     other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len
     num_pages = plan_pages(config, arrays.page_bytes, other_bytes, longest, device_memory(arrays.sharing))
@@ -92,9 +94,15 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
 
     weights = load(params, checkpoint, config.dtype, where and where.params, low_bit=low_bit, progress=True)
     buckets = every_bucket(config, longest, where.context if where else 1)
+    if where and config.enable_eplb:
+        assert model_config.mixture is not None
+        weights, where = with_first_copies(weights, where, model_config.mixture)
     step = Step(model_config, config.block_size, where)
-    runner = DeviceRunner(step, weights, arrays.pool(num_pages), arrays.state(), buckets, config.load_compiled)
+    runner = DeviceRunner(
+        step, weights, arrays.pool(num_pages), arrays.state(), buckets, config.load_compiled
+    )
     loaded = time.monotonic()
+    traffic, rebalancer = _watching(config, model_config, runner, metrics)
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)
     runner.compile(blank, progress=sys.stderr.isatty())
     _count_when_warm(runner, metrics)
@@ -119,7 +127,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
         time.monotonic() - began,
     )
     leading = LeadingRunner(runner, crew) if isinstance(crew, Leader) else runner
-    engine = Engine(leading, scheduler, tokenizer, limits, config, metrics)
+    engine = Engine(leading, scheduler, tokenizer, limits, config, metrics, traffic, rebalancer)
     return Built(engine, config, model_config, tokenizer, crew)
 
 
@@ -152,6 +160,20 @@ def _scheduler(
     if where is None or where.groups == 1:
         return made[0]
     return GroupedScheduler(made, together)
+
+
+def _watching(
+    config: EngineConfig, model: ModelConfig, runner: DeviceRunner, metrics: Metrics
+) -> tuple[ExpertTraffic | None, Rebalancer | None]:
+    """Who counts what experts get, and who moves them, where there are experts and where they are moved."""
+    if model.mixture is None:
+        return None, None
+    traffic = ExpertTraffic([i for i, mixed in enumerate(model.mixture.layers) if mixed], metrics)
+    if not config.enable_eplb:
+        return traffic, None
+    rebalancer = Rebalancer(runner, model.mixture, traffic, EplbConfig.of(config.eplb_config), metrics)
+    rebalancer.warm_up()
+    return traffic, rebalancer
 
 
 def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:

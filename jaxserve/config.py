@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
+from jaxserve.eplb import EplbConfig
 from jaxserve.errors import ConfigError
 
 
@@ -81,6 +82,14 @@ class EngineConfig:
     expert_dispatch_dtype: str = setting(
         "auto", "data type of rows on their way to experts; auto: as they are", choices=("auto", "fp8")
     )
+    enable_eplb: bool = setting(
+        False, "move experts between devices as the traffic asks for, and give hot ones copies"
+    )
+    eplb_config: dict | None = setting(
+        None,
+        "how: window_size, the last steps that count (1000); step_interval, steps from one placement to the next "
+        "(3000); num_redundant_experts, places for copies (0); max_seconds of work, then it is given up (300)",
+    )
     nnodes: int = setting(
         1, "processes that make up the engine, each with devices of its own, all with these settings"
     )
@@ -147,6 +156,9 @@ class EngineConfig:
         factor = self.expert_capacity_factor
         if factor is not None and not (math.isfinite(factor) and factor > 0):
             raise ConfigError(f"expert_capacity_factor={factor} must be above 0")
+        EplbConfig.of(self.eplb_config)
+        if self.eplb_config and not self.enable_eplb:
+            raise ConfigError("eplb_config has no effect without enable_eplb; add it, or leave both out")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"node_rank={self.node_rank} must be from 0 to nnodes - 1 = {self.nnodes - 1}")
         if not 0 < self.master_port < 65535:

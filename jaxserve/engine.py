@@ -12,9 +12,11 @@ import numpy as np
 from jaxserve.batch import UNSAMPLED, UNSCORED, Row
 from jaxserve.choice import Choice, Ongoing, Prompted
 from jaxserve.config import EngineConfig
+from jaxserve.expert_loads import ExpertTraffic
 from jaxserve.groups import GroupedScheduler
 from jaxserve.metrics import Metrics
 from jaxserve.readout import Found, Readout
+from jaxserve.rebalance import Rebalancer
 from jaxserve.refusals import Limits, checked
 from jaxserve.request import Delta, Logprob, Request
 from jaxserve.runner import Pending
@@ -57,9 +59,12 @@ class Engine:
         limits: Limits,
         config: EngineConfig,
         metrics: Metrics,
+        experts: ExpertTraffic | None = None,
+        rebalancer: Rebalancer | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.limits, self.config, self.metrics = limits, config, metrics
+        self.experts, self.rebalancer = experts, rebalancer
         self.ongoing: dict[str, Ongoing] = {}
         self.started: list[str] = []  # requests whose first tokens the last step launched
         self.trace: Trace | None = None  # is handed the timeline of each request that ends
@@ -126,6 +131,8 @@ class Engine:
     def step(self) -> list[tuple[str, Delta]]:
         """Launch one step and read one: the step before, or with async_scheduling off this one."""
         self.started = []
+        if self.rebalancer:
+            self.rebalancer.between_steps()
         plan = self.scheduler.schedule()
         launched = self._launch(plan) if plan.chunks else None
         if not self.config.async_scheduling:
@@ -135,6 +142,12 @@ class Engine:
         deltas = self._read(previous) if previous else []
         self._report(plan)
         return deltas
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        if self.rebalancer:
+            self.rebalancer.close()
+        self.runner.close()
 
     def reset(self) -> None:
         """Forget every request and cached page: an exception in the middle of a step leaves nothing to rely on."""
@@ -193,6 +206,8 @@ class Engine:
         plan, pending = launched
         read = Readout(pending)
         self.metrics.on_expert_drops(read.expert_drops)
+        if self.experts:
+            self.experts.on_step(pending.output.expert_loads)
         deltas: list[tuple[str, Delta]] = []
         at = 0
         for i, chunk in enumerate(plan.chunks):

@@ -122,9 +122,13 @@ class LLM:
         requests = [replace(self._request(prompt, params), hidden_states=True) for prompt in _listed(prompts)]
         return [output.hidden_states for output in self._run(requests, False)]  # type: ignore[misc]
 
+    def expert_loads(self) -> np.ndarray | None:
+        """int64 [mixture layers, E]: rows that chose each expert since the start; None for a model without any."""
+        return self.engine.experts and self.engine.experts.totals().experts
+
     def close(self) -> None:
         """Stop what still runs in the background."""
-        self.engine.runner.close()
+        self.engine.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         token_ids, text = self._tokens(prompt)

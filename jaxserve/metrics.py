@@ -3,6 +3,9 @@
 A counter is named here without the `_total` that its samples carry. Everything has the label `model_name`.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _MILLISECONDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 4, 6, 8))  # 1 ms to 80 s
@@ -33,6 +36,27 @@ class Metrics:
         self._corrupted = counter("corrupted_requests", "Requests ended because logits were not finite.")
         self._compiles = counter("compiles", "Steps compiled.", "jaxserve")
         self._compile_seconds = counter("compile_seconds", "Time spent compiling.", "jaxserve")
+        self._balancedness = gauge(
+            "eplb_balancedness",
+            "Mean of the rows of devices with experts over the most; 1 is even.",
+            "jaxserve",
+        )
+        self._device_load = self._by_layer(
+            "device_load_max_over_mean", "Rows of the busiest device with experts over the mean of all."
+        )
+        self._expert_load = self._by_layer(
+            "expert_load_max_over_mean", "Rows of the most chosen expert over the mean of all."
+        )
+        self._moved = counter(
+            "eplb_moved_bytes", "Weights of experts that went to other devices.", "jaxserve"
+        )
+        self._moving = counter("eplb_rebalance_seconds", "Time spent on placing experts anew.", "jaxserve")
+        self._rebalances = Counter(
+            "jaxserve:eplb_rebalances",
+            "Times that experts were placed anew, and how that ended: done, given_up or failed.",
+            ["model_name", "outcome"],
+            registry=registry,
+        )
         self._success = Counter(
             "vllm:request_success", "Requests finished.", ["model_name", "finished_reason"], registry=registry
         )
@@ -139,6 +163,19 @@ class Metrics:
         """So many times a token's chosen expert had no room for it."""
         self._expert_drops.inc(choices)
 
+    def on_expert_loads(self, layers: Sequence[int], experts: np.ndarray, devices: np.ndarray) -> None:
+        """Rows of the last steps in each of these layers: [layers, experts], [layers, devices with experts]."""
+        for family, rows in ((self._expert_load, experts), (self._device_load, devices)):
+            for layer, most in zip(layers, _most_over_mean(rows), strict=True):
+                family.labels(self._model, str(layer)).set(most)
+        self._balancedness.set(float(np.mean(1 / _most_over_mean(devices))))
+
+    def on_rebalance(self, outcome: str, seconds: float, nbytes: int) -> None:
+        """Experts were placed anew: done, given_up or failed after so much work, with so many bytes moved."""
+        self._rebalances.labels(self._model, outcome).inc()
+        self._moving.inc(seconds)
+        self._moved.inc(nbytes)
+
     def on_corrupted(self) -> None:
         """A request's logits were not finite."""
         self._corrupted.inc()
@@ -153,8 +190,11 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "Settings of the cache.", list(labels), registry=self.registry)
         info.labels(*(str(value) for value in labels.values())).set(1)
 
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
+    def _gauge(self, name: str, help: str, prefix: str = "vllm") -> Gauge:
+        return Gauge(f"{prefix}:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _by_layer(self, name: str, help: str) -> Gauge:
+        return Gauge(f"jaxserve:{name}", help, ["model_name", "layer"], registry=self.registry)
 
     def _counter(self, name: str, help: str, prefix: str = "vllm") -> Counter:
         return Counter(f"{prefix}:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
@@ -162,3 +202,9 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"vllm:{name}", help, ["model_name"], registry=self.registry, buckets=buckets)
         return family.labels(self._model)
+
+
+def _most_over_mean(rows: np.ndarray) -> np.ndarray:
+    """Of each layer; 1 where there were none."""
+    mean = rows.mean(axis=1)
+    return np.divide(rows.max(axis=1), mean, out=np.ones(len(rows)), where=mean > 0)

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.expert_loads import ExpertLoads
 from jaxserve.models import ModelConfig
 from jaxserve.pool import pool_shardings
 from jaxserve.sampling.state import SlotState
@@ -60,6 +61,8 @@ def placement(
     vocab = present(mesh, TENSOR) or None
     specs = {f.name: P(batch, vocab) if f.name in VOCAB_WIDE else P(batch) for f in fields(SlotState)}
     rows: dict[str, Any] = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    everywhere = NamedSharding(mesh, P())
+    rows["expert_loads"] = None if config.mixture is None else ExpertLoads(everywhere, everywhere)
     return Placement(
         mesh=mesh,
         params=param_shardings(mesh, params),

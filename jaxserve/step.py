@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.batch import flat_size, unpack
 from jaxserve.buckets import Bucket
+from jaxserve.expert_loads import ExpertLoads
 from jaxserve.models import model_for
 from jaxserve.models.config import ModelConfig
 from jaxserve.placement import Placement
@@ -56,10 +57,8 @@ class StepOutput:
     sampled: Sampled
     scores: Scores
     hidden: Array  # [T, D]: after the model's last norm
-    expert_loads: Array | None  # i32 [mixture layers, E]: rows that each expert got; None without experts
-    expert_drops: Array | None = (
-        None  # i32 [mixture layers]: choices that found no room; None without a capacity
-    )
+    expert_loads: ExpertLoads | None  # of this step, or with those of the state since the start
+    expert_drops: Array | None  # i32 [mixture layers]: choices that found no room; None without a capacity
 
 
 class Step:
@@ -102,23 +101,17 @@ class Step:
 
 def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket):
     """Every group's step, on its part of all arguments but the weights; only experts hear of other groups."""
-    step = partial(_step, config, page_size, bucket=bucket)
     groups = batch_axes(placement.mesh)
+    step = partial(_step, config, page_size, bucket=bucket, groups=groups)
     if not groups:
         return step(params, pool, state, flat)
-
-    def of_group(*args):
-        output, pool, state = step(*args)
-        counted = jax.lax.psum((output.expert_loads, output.expert_drops), groups)
-        return replace(output, expert_loads=counted[0], expert_drops=counted[1]), pool, state
-
     rows = P(groups)
     in_specs = tuple(
         placement.inside(s) for s in (placement.params, placement.pool, placement.state, placement.flat)
     )
     output: Any = StepOutput(P(None, groups), rows, rows, rows, P(), P())  # type: ignore[arg-type]
     out_specs = (output, *in_specs[1:3])
-    return mapped(of_group, groups, in_specs, out_specs)(params, pool, state, flat)
+    return mapped(step, groups, in_specs, out_specs)(params, pool, state, flat)
 
 
 def _out_shardings(placement: Placement):
@@ -128,7 +121,17 @@ def _out_shardings(placement: Placement):
     return output, placement.pool, placement.state
 
 
-def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket: Bucket):
+def _step(
+    config: ModelConfig,
+    page_size: int,
+    params,
+    pool,
+    state,
+    flat,
+    *,
+    bucket: Bucket,
+    groups: tuple[str, ...] = (),
+):
     model = model_for(config)
 
     def logits(hidden: Array) -> Array:
@@ -148,8 +151,20 @@ def _step(config: ModelConfig, page_size: int, params, pool, state, flat, *, buc
     sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
     scores = _score(logits, hidden_TD, reads.targets)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
-    counts = inside.get("expert_loads"), inside.get("expert_drops")
-    return StepOutput(read, sampled, scores, hidden_TD, *counts), pool, state
+    loads, drops = _counted(inside, state.expert_loads, groups)
+    state = replace(state, expert_loads=loads if state.expert_loads else None)
+    return StepOutput(read, sampled, scores, hidden_TD, loads, drops), pool, state
+
+
+def _counted(inside: dict[str, Array], before: ExpertLoads | None, groups: tuple[str, ...]):
+    """(what experts got in all groups, and `before`; the choices that found no room): None without experts."""
+    if "expert_loads" not in inside:
+        return None, None
+    loads = ExpertLoads(inside["expert_loads"], inside["device_loads"])
+    drops = inside.get("expert_drops")
+    if groups:
+        loads, drops = jax.lax.psum((loads, drops), groups)
+    return jax.tree.map(jnp.add, before, loads) if before else loads, drops
 
 
 def _score(logits, hidden_TD: Array, targets: Array) -> Scores:

@@ -4,12 +4,15 @@ import math
 from dataclasses import replace
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.eplb import EplbConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models import ModelConfig
-from sharding.mesh import Misfit, ModelSizes, Topology
+from sharding.balance import place
+from sharding.mesh import Misfit, ModelSizes, Topology, size
 from sharding.rules import expert_axes
 
 
@@ -46,6 +49,34 @@ def with_dispatch(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -
             f"{model.hidden_size}; leave it out"
         )
     return replace(model, mixture=replace(model.mixture, capacity=capacity, fp8_dispatch=fp8))
+
+
+def with_slots(config: EngineConfig, model: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The model with places for its experts, copies too, if they are to be balanced; ConfigError if they cannot."""
+    if not config.enable_eplb:
+        return model
+    experts = model.mixture.routing.experts if model.mixture else 0
+    ways = size(mesh, expert_axes(mesh, experts)) if mesh and experts else 1
+    if model.mixture is None or ways == 1:
+        raise ConfigError(
+            f"enable_eplb has no effect: no experts of {model.name} are on other devices; use enable_expert_parallel, "
+            "or leave it out"
+        )
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"enable_eplb moves experts between the devices of one process, and nnodes={config.nnodes}; leave it out"
+        )
+    redundant = EplbConfig.of(config.eplb_config).num_redundant_experts
+    most = experts * (ways - 1)
+    able = [n for n in range(0, most + 1, ways) if size(mesh, expert_axes(mesh, experts + n)) == ways]
+    if redundant not in able:
+        near = sorted(sorted(able, key=lambda n: abs(n - redundant))[:3])
+        raise ConfigError(
+            f"num_redundant_experts={redundant} makes {experts + redundant} places for the {experts} experts of "
+            f"{model.name}, which {ways} devices cannot have the same number of; use {', '.join(map(str, near))}"
+        )
+    slots = place(np.ones(experts), ways, (experts + redundant) // ways).slots.ravel()
+    return replace(model, mixture=replace(model.mixture, slots=tuple(slots.tolist())))
 
 
 def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:

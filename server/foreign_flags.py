@@ -21,7 +21,6 @@ _NO_STAGES = "layers are not divided over devices; use --tensor-parallel-size or
 _NO_CONTEXT = (
     "a sequence's cache is on one group of devices; --prefill-context-parallel-size divides its prompt"
 )
-_NO_BALANCE = "experts stay where they were placed"
 _NO_TOOLS = "the answer's text is handed on as it is; tool calls and reasoning are not parsed out of it"
 _NO_OFFLOAD = "weights and cached pages stay on the device"
 _NO_LORA = "adapters are not applied; merge them into the checkpoint"
@@ -40,8 +39,6 @@ FOREIGN = (
     ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _NO_STAGES, harmless=("1",)),
     ForeignFlag(("--decode-context-parallel-size", "-dcp"), _NO_CONTEXT, harmless=("1",)),
     ForeignFlag(("--all2all-backend",), "rows go by the device's own all-to-all"),
-    ForeignFlag(("--eplb-config",), _NO_BALANCE),
-    _switch("--enable-eplb", reason=_NO_BALANCE),
     _switch("--enable-dbo", reason="a step is one batch; its shared experts run while rows travel"),
     ForeignFlag(
         ("--distributed-executor-backend",),

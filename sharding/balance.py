@@ -22,15 +22,15 @@ class Placement:
         """How many slots each expert has, [E]."""
         return np.bincount(self.slots.ravel(), minlength=experts)
 
-    def table(self, experts: int) -> tuple[np.ndarray, np.ndarray]:
-        """(slots of each expert [E, most copies], how many [E]); slot = device * slots of a device + which.
+    def table(self, experts: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(slots of each expert [E, `width`], how many [E]); slot = device * slots of a device + which.
 
-        Rows are filled up by repeating them, so that any column is a copy.
+        Rows are filled up by repeating them, so that any column is a copy; by default to the most copies there are.
         """
         count, flat = self.copies(experts), self.slots.ravel()
         order = np.argsort(flat, kind="stable")
         first = np.cumsum(count) - count
-        which = np.arange(count.max())[None] % np.maximum(count, 1)[:, None]
+        which = np.arange(width or count.max())[None] % np.maximum(count, 1)[:, None]
         return order[first[:, None] + which].astype(np.int32), count.astype(np.int32)
 
     def device_loads(self, loads: np.ndarray) -> np.ndarray:
@@ -81,13 +81,14 @@ def place_within(
 
 def settled(new: Placement, old: Placement, *, hosts: int = 1) -> tuple[Placement, int]:
     """(`new` with devices of a host and slots renamed so that what is there stays, how many slots then change)."""
-    devices = len(new.slots)
+    devices, experts = len(new.slots), int(new.slots.max()) + 1
     if old.slots.shape != new.slots.shape:
         raise ValueError(f"placements of {old.slots.shape} and {new.slots.shape} devices and slots")
     out, each = np.empty_like(new.slots), devices // hosts
+    shared = _held(new, experts) @ _held(old, experts).T
     for start in range(0, devices, each):
         free = list(range(start, start + each))
-        pairs = [(_shared(new.slots[a], old.slots[b]), -a, -b) for a in free for b in free]
+        pairs = [(shared[a, b], -a, -b) for a in free for b in free]
         taken: set[int] = set()
         for _, a, b in sorted(pairs, reverse=True):
             if -a in taken or -b not in free:
@@ -145,35 +146,37 @@ def _pack(loads: np.ndarray, copies: np.ndarray, devices: int, slots: int) -> np
         device = min(room, key=lambda d: (e in held[d], weight[d], d))
         held[device].append(int(e))
         weight[device] += share[e]
-    _exchange(share, held, weight)
-    return np.array([sorted(own) for own in held])
+    slots = np.array(held)
+    _exchange(share, slots, weight)
+    return np.sort(slots, axis=1)
 
 
-def _exchange(share: np.ndarray, held: list[list[int]], weight: np.ndarray) -> None:
+def _exchange(share: np.ndarray, held: np.ndarray, weight: np.ndarray) -> None:
     """Swap experts of the busiest device for lighter ones elsewhere, the best swap each time, while that helps."""
     for _ in range(MOST_EXCHANGES):
         busiest = int(np.argmax(weight))
-        best, gain = None, 1e-9 * max(weight[busiest], 1e-30)
-        for other in np.argsort(weight, kind="stable"):
-            if other == busiest:
-                continue
-            gap = weight[busiest] - weight[other]
-            for i, a in enumerate(held[busiest]):
-                for j, b in enumerate(held[other]):
-                    moved = share[a] - share[b]
-                    lower = min(moved, gap - moved)  # by how much the larger of the two shrinks
-                    if lower > gain and a not in held[other] and b not in held[busiest]:
-                        best, gain = (i, int(other), j, moved), lower
-        if best is None:
+        own, gap = held[busiest], weight[busiest] - weight
+        moved = (
+            share[own][None, :, None] - share[held][:, None, :]
+        )  # [other device, its own slot, the other's]
+        lower = np.minimum(moved, gap[:, None, None] - moved)  # by how much the larger of the two shrinks
+        same = own[None, :, None] == held[:, None, :]
+        lower[same.any(axis=2)[:, :, None] | same.any(axis=1)[:, None, :]] = 0  # neither has both already
+        order = np.argsort(weight, kind="stable")
+        other = order[np.argmax(lower.reshape(len(held), -1).max(axis=1)[order])]
+        i, j = np.unravel_index(np.argmax(lower[other]), lower[other].shape)
+        if lower[other, i, j] <= 1e-9 * max(weight[busiest], 1e-30):
             return
-        i, other, j, moved = best
-        held[busiest][i], held[other][j] = held[other][j], held[busiest][i]
-        weight[busiest] -= moved
-        weight[other] += moved
+        weight[busiest] -= moved[other, i, j]
+        weight[other] += moved[other, i, j]
+        held[busiest, i], held[other, j] = held[other, j], held[busiest, i]
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
-    return len(np.intersect1d(a, b))
+def _held(placement: Placement, experts: int) -> np.ndarray:
+    """[devices, experts]: 1 where a device has a slot with the expert."""
+    held = np.zeros((len(placement.slots), experts), np.float32)
+    held[np.arange(len(held))[:, None], placement.slots] = 1
+    return held
 
 
 def _kept_in_place(new: np.ndarray, old: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ handle, `combine` consumes it; between the two a compiler may put whatever does 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,23 @@ Experts = Callable[
 ]  # (rows sorted by expert, rows of each, weights) -> rows
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Copies:
+    """Where each expert is, if not all have one place in their order."""
+
+    slots: Any  # i32 [E, most]: the slots with it, repeated to the end; device * slots of a device + which
+    count: Any  # i32 [E]: how many
+
+
+class Mixed(NamedTuple):
+    """What became of a device's tokens, and where their choices went."""
+
+    out: Array  # [T, D]: the weighted sum of what its experts make of each token
+    dropped: Array  # int32 []: choices that were dropped
+    sent: Array  # int32 [devices]: choices for the experts of each
+
+
 @dataclass(frozen=True)
 class Leaving:
     """Rows as they leave: sorted by the device and the expert that they are for."""
@@ -59,6 +76,19 @@ class Dispatched:
     home: Array  # [rows sent]: where each is among all that leave
 
 
+def to_slots(ids: Int[Array, "T k"], copies: Copies, slots: int) -> Int[Array, "T k"]:
+    """The slot, of all `slots`, for each choice of an expert; for that of no expert, slot `slots`, which is none.
+
+    Rows take an expert's copies in turns, and each group of devices begins with another one.
+    """
+    mesh, (experts, _) = jax.sharding.get_abstract_mesh(), copies.slots.shape
+    axes = tuple(axis for axis in expert_axes(mesh, slots) if axis in mesh.manual_axes)
+    turn = jnp.arange(len(ids), dtype=jnp.int32) + (lax.axis_index(axes) if axes else 0)
+    expert = jnp.minimum(ids, experts - 1)
+    slot = copies.slots[expert, turn[:, None] % copies.count[expert]]
+    return jnp.where(ids < experts, slot, slots)
+
+
 def mixture(
     experts: Experts,
     x: Float[Array, "T D"],
@@ -69,8 +99,8 @@ def mixture(
     *,
     capacity: float | None = None,
     fp8: bool = False,
-) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
-    """(weighted sum of what its experts make of each token, choices that were dropped), on any mesh.
+) -> Mixed:
+    """A mixture on any mesh: tokens to their experts, and back.
 
     Expert `count` is none. With `capacity`, devices take from each other at most so many times the rows that an even
     routing would give, and drop the rest; by default nothing is dropped, and uneven routing costs rounds instead.
@@ -85,8 +115,10 @@ def mixture(
         if inside and "down_bias" in w:
             first = lax.axis_index(tensor) == 0
             w = w | {"down_bias": jnp.where(first, w["down_bias"], jnp.zeros_like(w["down_bias"]))}
-        out, dropped = _mixture(experts, x, ids, weights, w, count, axes, capacity, fp8)
-        return lax.psum(out, tensor) if inside else out, lax.psum(dropped, whole) if whole else dropped
+        out, *counts = _mixture(experts, x, ids, weights, w, count, axes, capacity, fp8)
+        return Mixed(
+            lax.psum(out, tensor) if inside else out, *(lax.psum(counts, whole) if whole else counts)
+        )
 
     if not tensor:
         return local(x, ids, weights, w)
@@ -98,8 +130,9 @@ def mixture(
     )
     rows = P(whole or None)
     specs = {name: _weight_specs(mesh, name, part, count, tensor) for name, part in w.items()}
-    out, dropped = mapped(local, tensor, (rows, rows, rows, specs), (rows, P()))(*padded, w)
-    return out[: len(x)], dropped
+    out_specs: Any = Mixed(rows, P(), P())  # type: ignore[arg-type]
+    mixed = mapped(local, tensor, (rows, rows, rows, specs), out_specs)(*padded, w)
+    return mixed._replace(out=mixed.out[: len(x)])
 
 
 def dispatch(
@@ -136,13 +169,16 @@ def combine(
     return home.at[sent.home].set(back, mode="drop", unique_indices=True)
 
 
-def _mixture(experts: Experts, x, ids, weights, w, count, axes, capacity, fp8) -> tuple[Array, Array]:
+def _mixture(experts: Experts, x, ids, weights, w, count, axes, capacity, fp8) -> Mixed:
     """`mixture` on one device, for its own tokens, with the experts that it has."""
     (t, k), devices = ids.shape, lax.axis_size(axes) if axes else 1
     leaving = _leaving(ids, count, devices)
     rows, nothing = x[leaving.order // k], jnp.zeros((), jnp.int32)
+    going = jnp.sum(leaving.counts, axis=1)
     if not axes:
-        return weighted_sum(experts(rows, leaving.counts[0], w), leaving.places, weights), nothing
+        return Mixed(
+            weighted_sum(experts(rows, leaving.counts[0], w), leaving.places, weights), nothing, going
+        )
     most = t * min(k, count // devices)  # that a device can have for another
     mean = t * k / devices
     if capacity is not None:
@@ -168,7 +204,7 @@ def _mixture(experts: Experts, x, ids, weights, w, count, axes, capacity, fp8) -
             lambda state: (state[0] + share, one_round(*state)),
             (jnp.zeros_like(fullest), home),
         )
-    return weighted_sum(home, leaving.places, weights), dropped
+    return Mixed(weighted_sum(home, leaving.places, weights), dropped, going)
 
 
 def _leaving(ids: Array, count: int, devices: int) -> Leaving:

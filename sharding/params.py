@@ -34,6 +34,7 @@ class Param:
     optional: bool = False  # may be absent in the checkpoint: the leaf is None then
     swapped: bool = False  # stored as [..., in, out]
     cut: Cut | None = None  # this much of the tensor, once the axes are in the order they have here
+    picked: tuple[int, ...] = ()  # of each tensor's first axis, in this order; () is all of it
     dtype: str | None = None  # kept so whatever the model's dtype is
     pad: tuple[int, ...] = ()  # zeros at the end of each axis of a part, which no checkpoint stores
 
@@ -64,6 +65,8 @@ class Param:
         shape = [n - more for n, more in zip(self.part_shape, self._pad, strict=True)]
         if self.cut:
             shape[self.cut.axis] = self.cut.length
+        if self.picked:
+            shape[0] = max(self.picked) + 1
         if self.swapped:
             shape[-2:] = shape[:-3:-1]
         return tuple(shape)
@@ -76,6 +79,8 @@ class Param:
         if self.cut:
             axis = self.cut.axis % tensor.ndim
             tensor = tensor[(slice(None),) * axis + (self.cut.take,)]
+        if self.picked:
+            tensor = tensor[list(self.picked)]
         return np.pad(tensor, [(0, more) for more in self._pad]) if self.pad else tensor
 
 

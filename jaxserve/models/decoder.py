@@ -88,9 +88,10 @@ def forward(
 ) -> tuple[Array, Any, dict[str, Array]]:
     """(hidden states [T, D] after the last norm, the pool with this step's tokens, what happened inside).
 
-    Inside a mixture of experts: "expert_loads" [mixture layers, E], the rows that each expert got. `collect` adds
-    "embed" [T, D], and over layers [L, T, D] "attention" and "mlp" (what the sub-blocks computed, before a norm of
-    theirs and the sum) and "layers" (what each layer handed on), and what a router saw and chose (`feed_forward`).
+    Inside a mixture of experts: "expert_loads" [mixture layers, E], the rows that each expert got, and
+    "device_loads", those that each device with experts got. `collect` adds "embed" [T, D], and over layers
+    [L, T, D] "attention" and "mlp" (what the sub-blocks computed, before a norm of theirs and the sum) and "layers"
+    (what each layer handed on), and what a router saw and chose (`feed_forward`).
     """
     x_TD = embedding(params["embed"], batch.tokens)
     if c.embed_scale != 1:

@@ -14,7 +14,7 @@ from jaxserve.layers.moe import experts, loads, route
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sizes import Mixture
 from pallas_kernels.op import platform
-from sharding.experts import mixture
+from sharding.experts import mixture, to_slots
 from sharding.params import Cut, Param
 
 Tree = dict[str, Any]
@@ -79,11 +79,11 @@ def _in_lines(n: int) -> int:
 
 
 def _expert_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
-    names, e, d, f = NAMES[m.names], m.routing.experts, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
+    names, e, d, f = NAMES[m.names], m.slot_count, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
     more_d, more_f = d - c.hidden_size, f - m.ffn_size
 
     def of_each(name: str) -> tuple[str, ...]:
-        return tuple(f"{at}{names.experts.format(i)}{name}.weight" for i in range(e))
+        return tuple(f"{at}{names.experts.format(i)}{name}.weight" for i in m.slots or range(e))
 
     return {
         "gate": Param((e, f, d), ("experts", "ffn", None), of_each(names.gate), pad=(more_f, more_d)),
@@ -94,24 +94,26 @@ def _expert_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
 
 def _fused_params(c: ModelConfig, m: Mixture, at: str) -> Tree:
     """gpt-oss: all experts in one tensor, stored [in, out], gate and up in turns."""
-    names, e, d, f = NAMES[m.names], m.routing.experts, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
+    names, e, d, f = NAMES[m.names], m.slot_count, _in_lines(c.hidden_size), _in_lines(m.ffn_size)
     more_d, more_f, stored = d - c.hidden_size, f - m.ffn_size, 2 * m.ffn_size
     both, down = at + names.experts + names.gate, at + names.experts + names.down
     even, odd = Cut(1, stored, slice(0, stored, 2)), Cut(1, stored, slice(1, stored, 2))
     wide, flat = ("experts", "ffn", None), ("experts", "ffn")
     wide_pad, flat_pad = (0, more_f, more_d), (0, more_f)
+    param = partial(Param, picked=m.slots)
     return {
-        "gate": Param((e, f, d), wide, both, swapped=True, cut=even, pad=wide_pad),
-        "up": Param((e, f, d), wide, both, swapped=True, cut=odd, pad=wide_pad),
-        "down": Param((e, d, f), ("experts", None, "ffn"), down, swapped=True, pad=(0, more_d, more_f)),
-        "gate_bias": Param((e, f), flat, both + "_bias", cut=even, pad=flat_pad),
-        "up_bias": Param((e, f), flat, both + "_bias", cut=odd, pad=flat_pad),
-        "down_bias": Param((e, d), ("experts", None), down + "_bias", pad=(0, more_d)),
+        "gate": param((e, f, d), wide, both, swapped=True, cut=even, pad=wide_pad),
+        "up": param((e, f, d), wide, both, swapped=True, cut=odd, pad=wide_pad),
+        "down": param((e, d, f), ("experts", None, "ffn"), down, swapped=True, pad=(0, more_d, more_f)),
+        "gate_bias": param((e, f), flat, both + "_bias", cut=even, pad=flat_pad),
+        "up_bias": param((e, f), flat, both + "_bias", cut=odd, pad=flat_pad),
+        "down_bias": param((e, d), ("experts", None), down + "_bias", pad=(0, more_d)),
     }
 
 
 def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool) -> tuple[Array, Tree]:
-    """(its output [T, D], what happened inside: "expert_loads" [E] of a mixture, "expert_drops" [] with a capacity).
+    """(its output [T, D], what happened inside: "expert_loads" [E] and "device_loads" [X] of a mixture on X devices,
+    "expert_drops" [] with a capacity).
 
     `collect` adds "router_logits" [T, E], "router_experts" and "router_weights" [T, k].
     """
@@ -122,16 +124,18 @@ def feed_forward(c: ModelConfig, w: Tree, x: Array, batch: Batch, collect: bool)
     if "router_bias" in w:
         logits_TE = logits_TE + w["router_bias"].astype(jnp.float32)[None]
     ids, weights = route(m.routing, logits_TE, real, w.get("selection_bias"))
-    sizes = loads(ids, m.routing.experts)
+    sizes, slots = loads(ids, m.routing.experts), ids
+    if "copies" in w:
+        slots = to_slots(ids, w["copies"], m.slot_count)
     run = partial(experts, clamp=m.clamp)
     lines = jnp.pad(x, ((0, 0), (0, _in_lines(c.hidden_size) - c.hidden_size)))
-    out, dropped = mixture(
-        run, lines, ids, weights, w["experts"], m.routing.experts, capacity=m.capacity, fp8=m.fp8_dispatch
+    out, dropped, sent = mixture(
+        run, lines, slots, weights, w["experts"], m.slot_count, capacity=m.capacity, fp8=m.fp8_dispatch
     )
     out = out[:, : c.hidden_size]
     if "shared" in w:
         out = out + _dense(c, w["shared"], x)
-    inside = {"expert_loads": sizes}
+    inside = {"expert_loads": sizes, "device_loads": sent}
     if m.capacity is not None:
         inside["expert_drops"] = dropped
     if collect:

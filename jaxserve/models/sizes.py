@@ -19,6 +19,11 @@ class Mixture:
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' gate
     capacity: float | None = None  # rows a device takes over an even share, as a factor; None drops nothing
     fp8_dispatch: bool = False  # rows go to their experts in 8 bits
+    slots: tuple[int, ...] = ()  # the expert in each place when loaded; () is one place each
+
+    @property
+    def slot_count(self) -> int:
+        return len(self.slots) or self.routing.experts
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """SlotState: what the sampler keeps on the device for each running sequence, from one step to the next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from jaxserve.expert_loads import ExpertLoads
 from jaxserve.sampling.admission import PAST_LENGTH, Admission
 from jaxserve.sampling.knobs import BAD_WORDS, PENALTIES, Knobs
 from jaxserve.sampling.params import MAX_BAD_WORDS, MAX_STOP_TOKENS
@@ -30,6 +31,7 @@ class SlotState:
     bad_past: Array  # i32 [S, words, PAST_LENGTH]: what comes before a bad word's last token; -1 is any
     bad_last: Array  # i32 [S, words]; -1 is no word
     recent: Array  # i32 [S, PAST_LENGTH]: the output's last tokens, the newest at the end; -1 is none
+    expert_loads: ExpertLoads | None = None  # of no slot: sums since the start, where they are wanted
 
 
 def new_state(num_slots: int, vocab_size: int) -> SlotState:
@@ -55,8 +57,8 @@ def admit(state: SlotState, slot: Int32[Array, ""], admission: Admission) -> Slo
     def put(rows: Array, row: np.ndarray | Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(rows, jnp.asarray(row), slot, 0)
 
-    return SlotState(
-        last_token=state.last_token,
+    return replace(
+        state,
         marks=put(state.marks, admission.marks),
         bias=put(state.bias, admission.bias),
         stop_ids=put(state.stop_ids, admission.stop_ids),
@@ -82,12 +84,9 @@ def record(
     marks = jnp.where(marks <= _LAST_MARK, marks + ONE_MORE, marks)
     recent = state.recent.at[remembering].get(mode="fill", fill_value=-1)
     recent = jnp.concatenate([recent[:, 1:], tokens[:, None]], axis=1)
-    return SlotState(
+    return replace(
+        state,
         last_token=state.last_token.at[all_rows].set(tokens, mode="drop"),
         marks=state.marks.at[counting, tokens].set(marks, mode="drop"),
-        bias=state.bias,
-        stop_ids=state.stop_ids,
-        bad_past=state.bad_past,
-        bad_last=state.bad_last,
         recent=state.recent.at[remembering].set(recent, mode="drop"),
     )

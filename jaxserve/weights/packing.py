@@ -1,8 +1,9 @@
 """Weights that stay in their low bits on the device: a `Param` becomes a `QTensor` of what the checkpoint stores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.errors import CheckpointError
+from jaxserve.memory import elements
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.quantized import QuantizedCheckpoint
 from pallas_kernels.elements import BITS
@@ -41,42 +43,50 @@ def is_packable(param: Param, checkpoint: Checkpoint) -> bool:
 def pack(param: Param, checkpoint: Checkpoint, sharding: NamedSharding | None = None) -> QTensor:
     """The weight on its devices; CheckpointError where dividing it would cut what shares a byte."""
     assert isinstance(checkpoint, QuantizedCheckpoint)
-    parts = []
-    for name in sources(param):
-        w = checkpoint.packed(name)
-        assert w is not None, name
+    names, outer = sources(param), param.shape[: len(param.shape) - len(param.part_shape)]
+
+    @cache
+    def part(number: int) -> QTensor:
+        w = checkpoint.packed(names[number])
+        assert w is not None, names[number]
         w = _rows(w, param.cut.take) if param.cut else w
-        parts.append(_padded(w, param.pad[-2:]) if any(param.pad) else w)
-    if len(formats := {part.format for part in parts}) > 1:
-        raise CheckpointError(
-            "weights of one stack are stored in different formats, which kernels cannot take",
-            tensor=sources(param)[0], expected="one format",
-            found=", ".join(sorted(format.name for format in formats)),
-        )  # fmt: skip
-    outer = param.shape[: len(param.shape) - len(param.part_shape)]
-    if isinstance(param.source, str):
-        whole = parts[0]
-    else:
-        whole = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*outer, *leaves[0].shape), *parts)
-    for name in sources(param):
-        checkpoint.release(name)
+        w = jax.tree.map(lambda leaf: leaf[list(param.picked)], w) if param.picked else w
+        w = _padded(w, param.pad[-2:]) if any(param.pad) else w
+        if number and w.format != part(0).format:
+            raise CheckpointError(
+                "weights of one stack are stored in different formats, which kernels cannot take",
+                tensor=names[number], expected=part(0).format.name, found=w.format.name,
+            )  # fmt: skip
+        return w
+
     if sharding is None:
-        return jax.device_put(whole)
-    return _divided(whole, sharding, param)
+        parts = [part(number) for number in range(len(names))]
+        whole = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*outer, *leaves[0].shape), *parts)
+        packed = jax.device_put(whole if outer else parts[0])
+    else:
+        packed = _divided(part, outer, sharding, param)
+    for name in names:
+        checkpoint.release(name)
+    return packed
 
 
 def packed_bytes(param: Param, checkpoint: Checkpoint) -> int:
     """What it takes, all devices together."""
-    return sum(checkpoint.nbytes(name) for name in sources(param)) // (2 if param.cut else 1)
+    stored = sum(checkpoint.nbytes(name) for name in sources(param)) // (2 if param.cut else 1)
+    return stored * len(param.picked) // (max(param.picked) + 1) if param.picked else stored
 
 
-def bytes_saved(params: Any, checkpoint: Checkpoint, dtype: Any) -> int:
-    """How much less memory a tree of `Param` takes with `low_bit` than in `dtype`."""
+def bytes_saved(params: Any, checkpoint: Checkpoint, dtype: Any, shardings: Any = None) -> int:
+    """How much less memory of a device a tree of `Param` takes with `low_bit` than in `dtype`."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Param))
-    low = [param for param in leaves if is_packable(param, checkpoint)]
-    return sum(
-        math.prod(p.shape) * np.dtype(p.dtype or dtype).itemsize - packed_bytes(p, checkpoint) for p in low
-    )
+    wheres = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    saved = 0
+    for param, where in zip(leaves, wheres, strict=True):
+        if is_packable(param, checkpoint):
+            here, all_of_it = elements(param.shape, where), math.prod(param.shape)
+            plain = here * np.dtype(param.dtype or dtype).itemsize
+            saved += plain - packed_bytes(param, checkpoint) * here // all_of_it
+    return saved
 
 
 def sources(param: Param) -> tuple[str, ...]:
@@ -124,28 +134,48 @@ def _padded(w: QTensor, more: tuple[int, ...]) -> QTensor:
     return QTensor(codes, grown(w.scales, grid), None, w.tensor_scale, format=w.format)
 
 
-def _divided(w: QTensor, sharding: NamedSharding, param: Param) -> QTensor:
-    """`w` over the devices; blocks that a border would cut are divided first."""
-    spec: Sequence[Any] = (*sharding.spec, *(None,) * (w.ndim - len(sharding.spec)))
+def _divided(
+    part: Callable[[int], QTensor], outer: tuple[int, ...], sharding: NamedSharding, param: Param
+) -> QTensor:
+    """A stack [*outer] of parts over the devices; blocks that a border would cut are divided first.
+
+    Only parts that a device of this process has something of are asked for.
+    """
+    first = part(0)
+    ndim = len(outer) + first.ndim
+    spec: Sequence[Any] = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     ways = [math.prod(sharding.mesh.shape[name] for name in _names(entry)) for entry in spec[-2:]]
-    (f, d), (rows, columns) = w.shape[-2:], w.format.block
-    if d // ways[1] * BITS[w.format.codes] % 8:
+    (f, d), (rows, columns) = first.shape[-2:], first.format.block
+    if d // ways[1] * BITS[first.format.codes] % 8:
         raise CheckpointError(
             f"{ways[1]} devices would share a byte of a weight; use fewer",
             tensor=sources(param)[0], expected="an even number of columns on each", found=f"{d} / {ways[1]}",
         )  # fmt: skip
     rows = math.gcd(rows, f // ways[0]) if ways[0] > 1 and rows else rows
     columns = math.gcd(columns, d // ways[1]) if ways[1] > 1 and columns else columns
-    w = reblocked(w, rows, columns)
+    numbers = np.arange(math.prod(outer)).reshape(outer)
 
-    def placed(leaf: Any, entries: Sequence[Any]) -> Any:
-        return jax.device_put(leaf, NamedSharding(sharding.mesh, P(*entries)))
+    def placed(name: str, entries: Sequence[Any]) -> Any:
+        def leaf(number: int) -> np.ndarray:
+            return np.asarray(getattr(reblocked(part(number), rows, columns), name))
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            chosen = numbers[index[: len(outer)]]
+            inner = index[len(outer) :]
+            return np.stack([leaf(n)[inner] for n in chosen.ravel().tolist()]).reshape(
+                *chosen.shape, *leaf(0)[inner].shape
+            )
+
+        where = NamedSharding(sharding.mesh, P(*entries))
+        return jax.make_array_from_callback((*outer, *leaf(0).shape), where, piece)
 
     grid = (*spec[:-2], spec[-2] if rows else None, spec[-1] if columns else None)
-    zeros = None if w.zeros is None else placed(w.zeros, grid)
-    whole = None if w.tensor_scale is None else placed(w.tensor_scale, spec[:-2])
-    axes = param.axes[-2:]
-    return QTensor(placed(w.codes, spec), placed(w.scales, grid), zeros, whole, format=w.format, axes=axes)
+    zeros = None if first.zeros is None else placed("zeros", grid)
+    whole = None if first.tensor_scale is None else placed("tensor_scale", spec[:-2])
+    format = reblocked(first, rows, columns).format
+    return QTensor(
+        placed("codes", spec), placed("scales", grid), zeros, whole, format=format, axes=param.axes[-2:]
+    )
 
 
 def _names(entry: Any) -> tuple[str, ...]:

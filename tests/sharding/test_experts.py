@@ -61,8 +61,8 @@ def on_mesh(mesh, w, **options):
     specs = {name: spec(mesh, part.shape, dividing.WEIGHT_AXES[name]) for name, part in w.items()}
 
     def of_group(x, ids, weights, w):
-        out, dropped = dividing.mixture(RUN, x, ids, weights, w, E, **options)
-        return out, dropped[None]
+        out, dropped, sent = dividing.mixture(RUN, x, ids, weights, w, E, **options)
+        return out, dropped[None], sent[None]
 
     def run(x, ids, weights, w):
         if not groups:
@@ -72,7 +72,7 @@ def on_mesh(mesh, w, **options):
         return jax.shard_map(
             of_group,
             in_specs=(rows, rows, rows, inside),
-            out_specs=(rows, rows),
+            out_specs=(rows, rows, rows),
             axis_names=set(groups),
             check_vma=False,
         )(x, ids, weights, w)
@@ -113,9 +113,12 @@ def test_the_mixture_on_a_mesh_is_that_of_one_device(topology):
     ids = random_ids(topology.groups, 2)
     ids[1], ids[-2:, 1:] = E, E  # padding, and tokens with fewer experts
     args = tokens(topology.groups, ids)
-    out, dropped = on_mesh(mesh, w)(*args)
+    out, dropped, sent = on_mesh(mesh, w)(*args)
     np.testing.assert_allclose(out, by_definition(*args, w), rtol=1e-4, atol=1e-4)
     assert not np.any(dropped)
+    devices = topology.expert_devices(MODEL)
+    chosen = np.bincount(ids[ids < E] * devices // E, minlength=devices)
+    np.testing.assert_array_equal(np.sum(sent, axis=0), chosen)
 
 
 EIGHT = Topology(expert=8).mesh(MODEL)
@@ -142,7 +145,7 @@ def test_no_token_is_lost_however_uneven_the_routing(in_rounds, favourite, share
         if favourite not in row and rng.random() < share:
             row[rng.integers(K)] = favourite
     args = tokens(8, ids)
-    out, dropped = in_rounds(*args)
+    out, dropped, _ = in_rounds(*args)
     np.testing.assert_allclose(out, by_definition(*args, W), rtol=1e-4, atol=1e-4)
     assert not np.any(dropped)
 
@@ -153,7 +156,7 @@ def test_a_capacity_drops_what_is_over_it_and_counts_it():
     ids[:T, 0] = 5  # all six tokens of the first group go to expert 5, one a token
     ids[T:, 0] = np.arange(7 * T) % E
     args = tokens(8, ids)
-    out, dropped = on_mesh(EIGHT, W, capacity=1.3)(*args)
+    out, dropped, _ = on_mesh(EIGHT, W, capacity=1.3)(*args)
     assert np.asarray(dropped).tolist() == [T - 3] + [0] * 7
     expected = by_definition(*args, W)
     expected[3:T] = 0
