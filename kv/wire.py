@@ -19,10 +19,19 @@ SIZES = (16, 64, 256)  # rows of a block: few programs, compiled once
 MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)  # odd, as in xxHash
 
 
-def blocks(start: int, end: int) -> list[tuple[int, int, int]]:
-    """(first token, tokens, rows with the padding) of the blocks in which tokens start..end-1 travel."""
-    cuts = range(start, end, SIZES[-1])
-    return [(at, min(SIZES[-1], end - at), _rows(min(SIZES[-1], end - at))) for at in cuts]
+def blocks(start: int, end: int, most: int = SIZES[-1]) -> list[tuple[int, int, int]]:
+    """(first token, tokens, rows with the padding) of blocks of up to `most` in which tokens start..end-1 travel."""
+    return [(at, min(most, end - at), _rows(min(most, end - at))) for at in range(start, end, most)]
+
+
+def block_size(row_bytes: int, step_bytes: int) -> int:
+    """Most rows of a block, of which each has `row_bytes` over all layers.
+
+    A decoding step reads all weights, `step_bytes`. Taking in a block, which the same device does beside it, goes over
+    the block's bytes some six times: on the network, to its place, for the checksum, into the pages. So that this
+    lengthens a step by a tenth at most, a block has a sixtieth of the bytes; a long chunk is several blocks then.
+    """
+    return max((size for size in SIZES if size * row_bytes <= step_bytes // 60), default=SIZES[0])
 
 
 def _rows(count: int) -> int:

@@ -1,5 +1,6 @@
 """An engine's pages as rows, read and written on the engine's thread between two of its steps."""
 
+import math
 from collections.abc import Sequence as Listed
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -49,6 +50,9 @@ class EnginePages:
         leaf = jax.tree.leaves(engine.runner.pool)[0]
         pages = leaf.shape[0] if isinstance(engine.runner.pool, tuple) else leaf.shape[1]
         self._pages_each = pages // len(self._caches())
+        row_bytes = self.layers * math.prod(self.row) * leaf.dtype.itemsize
+        weights = sum(weight.nbytes for weight in jax.tree.leaves(engine.runner.params))
+        self.block_size = wire.block_size(row_bytes, weights)
 
     def warm(self) -> None:
         """Compile what moves blocks of every size in the cache's own data type; only the padding page changes."""

@@ -104,7 +104,7 @@ class _Export:
         if self._ended or computed <= self._next:
             return
         try:
-            for start, count, rows in wire.blocks(self._next, computed):
+            for start, count, rows in wire.blocks(self._next, computed, self._sender._pages.block_size):
                 pieces, sums = self._sender._pages.take(seq, start, count, rows, self._dtype)
                 block = self._launched, start, count, rows
                 self._sender._announcer.submit(self._announce, block, pieces, sums)

@@ -39,6 +39,16 @@ def test_a_place_is_a_token_of_a_page_and_padding_goes_to_page_0():
 def test_blocks_cover_the_tokens_in_few_sizes():
     assert wire.blocks(3, 600) == [(3, 256, 256), (259, 256, 256), (515, 85, 256)]
     assert wire.blocks(5, 5) == []
+    assert wire.blocks(0, 100, 64) == [(0, 64, 64), (64, 36, 64)]
+
+
+@pytest.mark.parametrize(
+    "row_bytes, weights, size",
+    [(46_080, 538_000_000, 64), (131_072, 16 * 10**9, 256), (70_272, 700 * 10**9, 256), (128, 10_000, 16)],
+    ids=["SmolLM2-135M", "Llama-8B", "DeepSeek-V3", "tiny"],
+)
+def test_a_block_is_small_beside_what_a_step_reads(row_bytes, weights, size):
+    assert wire.block_size(row_bytes, weights) == size
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ class Worker:
             listed += [f"--{name.replace('_', '-')}", *(str(v) for v in values)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         self._said: str | None = None  # all that it wrote, once it has ended
+        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115 -- a pipe that nobody reads fills up and stops it
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "server.cli", "serve", model, *listed],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT, env=environment, stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def ready(self) -> "Worker":
@@ -43,7 +45,7 @@ class Worker:
                 if httpx.get(self.url + "/readyz").status_code == 200:
                     return self
             except httpx.TransportError:
-                assert self.popen.poll() is None, self.popen.communicate()[0]
+                assert self.popen.poll() is None, self.said()
             time.sleep(0.05)
         raise AssertionError("never ready")
 
@@ -65,9 +67,16 @@ class Worker:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.kill()
+        self.popen.wait()
         if self._said is None:
-            self._said = self.popen.communicate()[0]
+            self._said = self.said()
+            self._log.close()
         return self._said
+
+    def said(self) -> str:
+        """What it wrote so far."""
+        self._log.seek(0)
+        return self._log.read()
 
 
 def free_port() -> int:
