@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -189,7 +190,8 @@ def test_on_a_terminal_it_prompts_shows_the_speed_and_survives_ctrl_c(tmp_path):
         nonlocal seen
         deadline = time.monotonic() + 60
         while words not in seen:
-            assert time.monotonic() < deadline, seen
+            readable, _, _ = select.select([main], [], [], max(deadline - time.monotonic(), 0))
+            assert readable, f"no {words!r} in {seen!r}"
             seen += os.read(main, 4096).decode()
         seen = seen.split(words, 1)[1]
 
