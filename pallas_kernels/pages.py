@@ -74,8 +74,8 @@ def latent_page(latent: int, page: int, rope: int = ROPE) -> tuple[int, int, int
     return 2 * (latent // (2 * rope)) + 1, page // 2, 2 * rope
 
 
-def latent_of(pages: Array) -> int:
-    """How many of a token's values are latent."""
+def latent_of(pages: Any) -> int:
+    """How many of a token's values are latent; of an array of pages or its shape."""
     return (pages.shape[-3] - 1) // 2 * pages.shape[-1]
 
 
