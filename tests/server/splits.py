@@ -1,6 +1,7 @@
 """Pairs of engines in this process, joined by real links, and links that fail as told."""
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing
 from typing import Any
@@ -24,10 +25,16 @@ class FaultyLink(ByteLink):
 
     fault, at, fetched = "", 0, 0
 
+    def __init__(self, host: str):
+        super().__init__(host)
+        self.go_on = threading.Event()  # a block that is "late" waits for it
+
     def fetch(self, address, ticket, shapes, timeout) -> list[Any]:
         self.fetched += 1
         if self.fetched - 1 != self.at:
             return super().fetch(address, ticket, shapes, timeout)
+        if self.fault == "late":
+            assert self.go_on.wait(60)
         if self.fault == "cut":
             raise TransferError("the link is cut")
         if self.fault == "stalled":
@@ -42,6 +49,7 @@ class FaultyLink(ByteLink):
 
     def fail(self, fault: str, at: int) -> None:
         self.fault, self.at, self.fetched = fault, at, 0
+        self.go_on.clear()
 
 
 def pair(prefill: AsyncLLM, decode: AsyncLLM, link: ByteLink | Any, **settings: Any) -> tuple[Split, Split]:
@@ -74,6 +82,17 @@ async def tokens(engine: Any, prompt: list[int], params: SamplingParams | None =
 def forget(split: Split) -> None:
     """Its cache finds nothing any more."""
     split.llm.call(lambda engine: engine.scheduler.cache.reset()).result()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def findable(split: Split, prompt: list[int]) -> int:
+    """Tokens of a prompt that its cache can find."""
+
+    def look(engine: Any) -> int:
+        lease = engine.scheduler.cache.match(prompt)
+        engine.scheduler.cache.release(lease)
+        return lease.length
+
+    return split.llm.call(look).result()
 
 
 async def settled(*splits: Split) -> None:

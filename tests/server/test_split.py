@@ -15,6 +15,7 @@ from tests.server.splits import (
     FaultyLink,
     counted,
     failures,
+    findable,
     forget,
     greedy,
     pair,
@@ -167,6 +168,53 @@ async def test_a_full_cache_is_waited_for_and_then_the_prompt_is_computed_here(s
     for each in held:
         decode.llm.call(lambda engine, each=each: decode.pages.release(each)).result()
     assert await answer == expected
+    await settled(*split)
+
+
+async def test_what_was_offered_stays_as_it_is_when_its_pages_hold_other_prompts(split, link):
+    prefill, decode = split
+    expected = await tokens(prefill.llm, PROMPT)
+    forget(prefill)
+    before = counted(decode, "tokens_total")
+    link.fail("late", at=1)
+    answer = asyncio.create_task(tokens(decode, PROMPT))
+    while link.fetched < 2:
+        await asyncio.sleep(0.01)
+    for i in range(6):
+        await tokens(prefill.llm, [250 - i, *PROMPT], greedy(max_tokens=2))
+    assert findable(prefill, PROMPT) == 0, "every page of it has been given out again"
+    link.go_on.set()
+    assert await answer == expected
+    assert counted(decode, "tokens_total") == before + 88, "it came, late as it was"
+    await settled(*split)
+
+
+async def test_a_burst_of_clients_that_leave_a_full_cache_wedges_nothing(split):
+    prefill, decode = split
+    expected = await tokens(prefill.llm, PROMPT)
+    hold = [n % 250 for n in range(92)]
+    held = decode.llm.call(lambda engine: [decode.pages.reserve([i, *hold], "") for i in range(4)]).result()
+    burst = [asyncio.create_task(tokens(decode, [i, *PROMPT])) for i in range(20)]
+    await asyncio.sleep(0.2)
+    for each in burst:
+        each.cancel()
+    await asyncio.gather(*burst, return_exceptions=True)
+    for each in held:
+        decode.llm.call(lambda engine, each=each: decode.pages.release(each)).result()
+    assert await tokens(decode, PROMPT) == expected
+    assert decode.health().state == "ready" and decode.llm.load().running == decode.llm.load().waiting == 0
+    await settled(*split)
+
+
+async def test_a_history_that_is_told_otherwise_is_reused_as_far_as_it_is_the_same(split):
+    prefill, decode = split
+    answer = await tokens(decode, PROMPT)
+    retold = PROMPT + answer[6:] + PROMPT[:20]  # the first tokens, of thinking, are left out of the next turn
+    before = counted(decode, "tokens_total")
+    said = await tokens(decode, retold)
+    assert counted(decode, "tokens_total") - before == len(retold) // 4 * 4 - 88
+    forget(prefill)
+    assert said == await tokens(prefill.llm, retold)
     await settled(*split)
 
 

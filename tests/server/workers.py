@@ -39,7 +39,7 @@ class Worker:
         )  # fmt: skip
 
     def ready(self) -> "Worker":
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             try:
                 if httpx.get(self.url + "/readyz").status_code == 200:
