@@ -10,6 +10,7 @@ gave alone before the trouble began, and at the end every worker's pages are cou
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -42,7 +43,10 @@ class Fleet:
 
     def __init__(self, model: str, cache: str):
         self._model, self._cache = model, cache
+        self._roles: dict[str, dict[str, Any]] = {}
         self.workers: dict[str, Worker] = {}
+
+    def begin(self) -> None:
         self.start("prefill", role="prefill")
         for name in ("one", "two"):
             self.start(name, role="decode", prefill_url=self.workers["prefill"].url)
@@ -52,7 +56,7 @@ class Fleet:
     def start(self, name: str, **role: Any) -> None:
         old = self.workers.get(name)
         port = old.port if old else None
-        self._roles = {**getattr(self, "_roles", {}), name: role or self._roles[name]}
+        self._roles.setdefault(name, role)
         self.workers[name] = Worker(self._model, self._cache, port, **FLAGS | self._roles[name])
 
     def close(self) -> None:
@@ -72,6 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         fleet = Fleet(args.model, cache)
         try:
+            fleet.begin()
             return asyncio.run(_run(fleet, args.requests, rng))
         finally:
             fleet.close()
@@ -81,9 +86,15 @@ async def _run(fleet: Fleet, count: int, rng: random.Random) -> int:
     stems = [[rng.randrange(10, 250) for _ in range(120)] for _ in range(6)]
     prompts = [[*rng.choice(stems)[: rng.randrange(20, 120)], i % 250, i // 250] for i in range(count)]
     async with httpx.AsyncClient(timeout=httpx.Timeout(10.0, pool=None), trust_env=False) as client:
-        expected = [await _whole(client, fleet.workers["prefill"].url, prompt) for prompt in prompts]
-        troubling = asyncio.create_task(_trouble(fleet, rng))
         places = asyncio.Semaphore(6)
+
+        async def whole(prompt: list[int]) -> list[int]:
+            async with places:
+                return await _whole(client, fleet.workers["prefill"].url, prompt)
+
+        expected = await asyncio.gather(*map(whole, prompts))
+        troubles: Counter[str] = Counter()
+        troubling = asyncio.create_task(_trouble(fleet, rng, troubles))
 
         async def one(prompt: list[int], right: list[int]) -> str:
             async with places:
@@ -92,11 +103,13 @@ async def _run(fleet: Fleet, count: int, rng: random.Random) -> int:
         began = time.monotonic()
         outcomes = Counter(await asyncio.gather(*map(one, prompts, expected)))
         troubling.cancel()
-        await asyncio.gather(troubling, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await troubling
     for worker in fleet.workers.values():
         await asyncio.to_thread(worker.ready)
         await asyncio.to_thread(conserved, worker)
-    sys.stdout.write(json.dumps({"seconds": round(time.monotonic() - began, 1), **outcomes}) + "\n")
+    said = {"seconds": round(time.monotonic() - began, 1), **outcomes, **troubles}
+    sys.stdout.write(json.dumps(said) + "\n")
     return 1 if outcomes["wrong"] or outcomes["late"] else 0
 
 
@@ -116,7 +129,7 @@ async def _outcome(
                     await asyncio.sleep(0.5 * (attempt + 1))
                     continue
                 if leaves:
-                    return "left"
+                    return "left" if got == right[: len(got)] else "wrong"
                 return "right" if got == right else "wrong"
             return "failed"
     except TimeoutError:
@@ -155,17 +168,19 @@ def _body(prompt: list[int]) -> dict[str, Any]:
     return {"prompt": prompt, "return_token_ids": True, **chosen}
 
 
-async def _trouble(fleet: Fleet, rng: random.Random) -> None:
-    """One thing after the other goes wrong, and is put right."""
+async def _trouble(fleet: Fleet, rng: random.Random, troubles: Counter[str]) -> None:
+    """One thing after the other goes wrong, is counted, and put right."""
     while True:
         await asyncio.sleep(rng.uniform(0.5, 3))
         name = rng.choice(list(fleet.workers))
         worker = fleet.workers[name]
         if rng.random() < 0.4:
+            troubles["killed"] += 1
             worker.kill()
             fleet.start(name)
             await asyncio.to_thread(fleet.workers[name].ready)
         else:
+            troubles["stopped"] += 1
             worker.signal(signal.SIGSTOP)
             try:
                 await asyncio.sleep(rng.uniform(0.5, 6))

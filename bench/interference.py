@@ -3,9 +3,10 @@
     python -m bench.interference MODEL --prompt-len 4096 --streams 4
 
 Starts the servers itself, each process on a core of its own (so the split has two cores and the others one: what is
-compared is a stream's latency under prompts with its latency without). A new prompt starts as soon as the one before it
-has its first token. Prints the time to first token of the prompts, the inter-token latency of the streams, and whether
-their tokens are the same in all four.
+compared is a stream's latency under prompts with its latency without); the client is on the prefill worker's core. A
+new prompt starts as soon as the one before it has its first token. Prints the time to first token of the prompts, the
+inter-token latency of the streams, the CPU time of who answers for each of these gaps (which other programs on the
+machine disturb less), and whether the streams' tokens are the same in all four.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 1000  # tokens that prompts are drawn from
+SETTLED = 8.0  # seconds without a new compiled step after which there will be none
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)  # seconds between tokens of the streams
     ttfts: list[float] = field(default_factory=list)  # seconds, of the long prompts
     tokens: list[list[int]] = field(default_factory=list)  # of each stream
+    cpu: float = 0.0  # seconds of who answers the streams
 
     def summary(self) -> dict[str, Any]:
         gaps, ttfts = sorted(self.gaps), sorted(self.ttfts)
@@ -52,17 +55,21 @@ class Seen:
             "itl_max_ms": 1000 * gaps[-1],
             "prompts": len(ttfts),
             "ttft_p50_ms": 1000 * statistics.median(ttfts) if ttfts else None,
+            "cpu_ms_per_gap": 1000 * self.cpu * len(self.tokens) / len(gaps),
         }
 
 
 def main() -> int:
     args = _parser().parse_args()
+    # Of who answers, and of who computes prompts for it.
+    args.cores = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+    os.sched_setaffinity(0, args.cores[1:])
     seen = []
     for way in args.ways:
         with contextlib.ExitStack() as stack:
-            url = _served(way, args, stack)
-            seen.append(asyncio.run(_measure(way, url, args)))
-    same = all(each.tokens == seen[0].tokens for each in seen)
+            url, pid = _served(way, args, stack)
+            seen.append(asyncio.run(_measure(way, url, pid, args)))
+    same = all(map(_agree, seen, seen[1:]))
     rows = [each.summary() for each in seen]
     _show(rows, same)
     if args.output:
@@ -85,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--prompt-len", type=int, default=4096, metavar="N", help="tokens (default: 4096)")
     parser.add_argument("--streams", type=int, default=4, metavar="N", help="(default: 4)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="of a stream (default: 128)")
+    parser.add_argument("--output-len", type=int, default=256, metavar="N", help="of a stream (default: 256)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="after which a stream is cut (default: 60)"
+    )
     parser.add_argument(
         "--chunk", type=int, default=256, metavar="N", help="tokens of a chunk (default: 256)"
     )
@@ -94,18 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _served(way: str, args: argparse.Namespace, stack: contextlib.ExitStack) -> str:
-    """The address of what serves the streams."""
+def _served(way: str, args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str, int]:
+    """Address and process of what serves the streams."""
     budget = args.prompt_len if way == "colocated" else args.chunk
     if way != "split":
         return stack.enter_context(_server(args, budget, core=0))
     role = ["--kv-transfer", args.kv_transfer, "--kv-silence-timeout", "60"]
-    prefill = stack.enter_context(_server(args, budget, 1, "--role", "prefill", *role))
+    prefill, _ = stack.enter_context(_server(args, budget, 1, "--role", "prefill", *role))
     return stack.enter_context(_server(args, budget, 0, "--role", "decode", "--prefill-url", prefill, *role))
 
 
 @contextlib.contextmanager
-def _server(args: argparse.Namespace, budget: int, core: int, *flags: str) -> Iterator[str]:
+def _server(args: argparse.Namespace, budget: int, core: int, *flags: str) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     longest = args.prompt_len + 512
@@ -130,17 +140,16 @@ def _server(args: argparse.Namespace, budget: int, core: int, *flags: str) -> It
         "8",
     ]
     command += ["--num-gpu-blocks-override", str(pages), "--served-model-name", "model", *flags]
-    cores = sorted(os.sched_getaffinity(0))
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: os.sched_setaffinity(0, {cores[core % len(cores)]}),
+        preexec_fn=lambda: os.sched_setaffinity(0, {args.cores[core]}),
     )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_for(url, process)
-        yield url
+        yield url, process.pid
     finally:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -151,21 +160,38 @@ def _wait_for(url: str, process: subprocess.Popen) -> None:
     while process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(url + "/readyz").status_code == 200:
-                return
+                break
         time.sleep(0.1)
-    raise SystemExit(f"bench.interference: the server ended with status {process.returncode}")
+    else:
+        raise SystemExit(f"bench.interference: the server ended with status {process.returncode}")
+    compiled = -1.0
+    while compiled < (compiled := _compiles(url)):  # steps that fit better are compiled behind the first ones
+        time.sleep(SETTLED)
 
 
-async def _measure(way: str, url: str, args: argparse.Namespace) -> Seen:
+def _compiles(url: str) -> float:
+    metrics = httpx.get(url + "/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in metrics if line.startswith("jaxserve:compiles_total"))
+
+
+def _cpu(pid: int) -> float:
+    """CPU seconds of another process so far (Linux: its clock follows from its number)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+async def _measure(way: str, url: str, pid: int, args: argparse.Namespace) -> Seen:
     seen = Seen(way)
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
-        for warm in range(2):  # steps of these shapes, and the link between the workers
-            await _stream(client, _prompt(warm, args.prompt_len), 4)
+        await _stream(client, _prompt(0, args.prompt_len), 4)  # steps of these shapes, and the link
         prompting = asyncio.create_task(_prompts(client, args, seen)) if way != "idle" else None
         if prompting:
             await asyncio.sleep(0.2)
-        streams = [_stream(client, _prompt(1000 + i, 16), args.output_len, seen) for i in range(args.streams)]
+        until, cpu = time.monotonic() + args.seconds, _cpu(pid)
+        streams = [
+            _stream(client, _prompt(1000 + i, 16), args.output_len, seen, until) for i in range(args.streams)
+        ]
         seen.tokens = await asyncio.gather(*streams)
+        seen.cpu = _cpu(pid) - cpu
         if prompting:
             prompting.cancel()
             await asyncio.gather(prompting, return_exceptions=True)
@@ -183,8 +209,13 @@ async def _prompts(client: httpx.AsyncClient, args: argparse.Namespace, seen: Se
 
 
 async def _stream(
-    client: httpx.AsyncClient, prompt: list[int], output_len: int, seen: Seen | None = None
+    client: httpx.AsyncClient,
+    prompt: list[int],
+    output_len: int,
+    seen: Seen | None = None,
+    until: float = float("inf"),
 ) -> list[int]:
+    """The tokens of an answer, as many as come until then."""
     body = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     tokens: list[int] = []
@@ -203,11 +234,19 @@ async def _stream(
                 seen.gaps.append(now - last)
             last = now if new else last
             tokens += new
+            if now > until:
+                break
     return tokens
 
 
 def _prompt(number: int, length: int) -> list[int]:
     return random.Random(number).choices(range(10, VOCABULARY), k=length)
+
+
+def _agree(one: Seen, other: Seen) -> bool:
+    """Whether their streams have the same tokens, as far as both go."""
+    pairs = list(zip(one.tokens, other.tokens, strict=True))
+    return all(a[: len(b)] == b[: len(a)] for a, b in pairs)
 
 
 def _quantile(ordered: list[float], part: float) -> float:
