@@ -82,8 +82,7 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
     check_cache_kernels(config, model_config, mesh)
     cache = config.kv_cache_dtype
     where = placement(mesh, model_config, params, stacked=stacked, cache_dtype=cache) if mesh else None
-    # On a CPU no product of low-bit weights is fast, and on a mesh their kernels are not divided yet.
-    low_bit = stacked and where is None
+    low_bit = stacked  # on a CPU no product of low-bit weights is fast
     saved = bytes_saved(params, checkpoint, config.dtype, where and where.params) if low_bit else 0
     arrays = Arrays(config, model_config, params, stacked, where, saved)
     other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len
