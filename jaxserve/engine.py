@@ -206,7 +206,7 @@ class Engine:
         plan, pending = launched
         read = Readout(pending)
         self.metrics.on_expert_drops(read.expert_drops)
-        if self.experts:
+        if self.experts and pending.output.expert_loads:
             self.experts.on_step(pending.output.expert_loads)
         deltas: list[tuple[str, Delta]] = []
         at = 0

@@ -159,7 +159,7 @@ def _divided(
         def leaf(number: int) -> np.ndarray:
             return np.asarray(getattr(reblocked(part(number), rows, columns), name))
 
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             chosen = numbers[index[: len(outer)]]
             inner = index[len(outer) :]
             return np.stack([leaf(n)[inner] for n in chosen.ravel().tolist()]).reshape(

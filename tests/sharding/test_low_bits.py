@@ -7,6 +7,7 @@ import pytest
 
 import jaxserve.build
 from jaxserve import LLM, SamplingParams
+from jaxserve.runner import DeviceRunner
 from jaxserve.step import COMPILER_OPTIONS
 from pallas_kernels.formats import QTensor
 from tests.jaxserve.models.running import GOLDEN, golden_prompts
@@ -36,9 +37,11 @@ def test_greedy_tokens_and_bytes(tmp_path, monkeypatch, arch):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p["ids"]} for p in prompts], params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [p["greedy"] for p in prompts]
-    leaves = jax.tree.leaves(llm.engine.runner.params["layers"], is_leaf=lambda x: isinstance(x, QTensor))
+    assert isinstance(llm.engine.runner, DeviceRunner)
+    layers = llm.engine.runner.params["layers"]
+    leaves = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, QTensor))
     experts = [leaf for leaf in leaves if isinstance(leaf, QTensor) and leaf.ndim == 4]
-    assert len(experts) == 3 * sum("experts" in layer for layer in llm.engine.runner.params["layers"])
+    assert len(experts) == 3 * sum("experts" in layer for layer in layers)
     for w in experts:
         shard = w.codes.addressable_shards[0].data
         assert shard.shape[1] * 4 <= w.codes.shape[1] and w.codes.dtype.itemsize == 1
