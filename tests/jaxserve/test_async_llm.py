@@ -21,15 +21,18 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
 
 
 class Held(Scripted):
-    """A scripted device whose steps wait until they are let go."""
+    """A scripted device whose steps wait until they are let go; after so many they wait once more."""
 
-    def __init__(self):
+    def __init__(self, steps: int = -1):
         super().__init__({})
-        self.go = threading.Event()
+        self.go, self.left = threading.Event(), steps
 
     def launch(self, rows):
         pending = super().launch(rows)
         assert self.go.wait(30)
+        self.left -= 1
+        if self.left == 0:
+            self.go.clear()
         return pending
 
 
@@ -399,7 +402,7 @@ async def test_a_step_that_does_not_come_back_is_a_stall(make, monkeypatch):
 
 
 async def test_the_load_counts_requests_and_tokens(make):
-    device = Held()
+    device = Held(steps=2)
     llm = make(device, max_num_seqs=1)
     streams = [llm.submit(Request(str(i), [1] * 10, ENDLESS)) for i in range(3)]
     load = llm.load()
@@ -408,6 +411,7 @@ async def test_the_load_counts_requests_and_tokens(make):
     await anext(streams[0])
     load = llm.load()
     assert (load.running, load.waiting, load.waiting_tokens) == (1, 2, 20) and load.kv_usage > 0
+    device.go.set()
     for stream in streams:
         await stream.aclose()
     await assert_idle(llm)

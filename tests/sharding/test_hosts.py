@@ -49,10 +49,13 @@ def test_what_the_leader_sends_arrives_in_order_at_every_follower():
     for follower in followers:
         frames = follower.frames()
         assert [next(frames) for _ in sent] == sent
-    leader.stop(9)
-    assert [next(follower.frames()) for follower in followers] == [(9, b"")] * 2
-    for follower in followers:
-        follower.close()
+    with ThreadPoolExecutor(1) as threads:
+        stopping = threads.submit(leader.stop, 9)
+        assert [next(follower.frames()) for follower in followers] == [(9, b"")] * 2
+        assert not stopping.done(), "the leader outlives its followers"
+        for follower in followers:
+            follower.close()
+        stopping.result(10)
 
 
 def test_a_follower_that_dies_is_missed_and_the_others_are_let_go():
