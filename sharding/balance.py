@@ -146,9 +146,9 @@ def _pack(loads: np.ndarray, copies: np.ndarray, devices: int, slots: int) -> np
         device = min(room, key=lambda d: (e in held[d], weight[d], d))
         held[device].append(int(e))
         weight[device] += share[e]
-    slots = np.array(held)
-    _exchange(share, slots, weight)
-    return np.sort(slots, axis=1)
+    placed = np.array(held)
+    _exchange(share, placed, weight)
+    return np.sort(placed, axis=1)
 
 
 def _exchange(share: np.ndarray, held: np.ndarray, weight: np.ndarray) -> None:

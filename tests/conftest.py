@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     path = config.getoption("--support-report")
-    if path and not hasattr(config, "workerinput"):  # the process that hears of all tests, not one that runs some
+    if path and not hasattr(config, "workerinput"):  # who hears of all tests, not who runs some
         config.pluginmanager.register(SupportReport(Path(path)))
 
 

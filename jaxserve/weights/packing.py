@@ -162,9 +162,8 @@ def _divided(
         def piece(index: Any) -> np.ndarray:
             chosen = numbers[index[: len(outer)]]
             inner = index[len(outer) :]
-            return np.stack([leaf(n)[inner] for n in chosen.ravel().tolist()]).reshape(
-                *chosen.shape, *leaf(0)[inner].shape
-            )
+            parts = np.stack([leaf(n)[inner] for n in chosen.ravel().tolist()])
+            return parts.reshape((*chosen.shape, *parts.shape[1:]))
 
         where = NamedSharding(sharding.mesh, P(*entries))
         return jax.make_array_from_callback((*outer, *leaf(0).shape), where, piece)
