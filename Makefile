@@ -22,9 +22,9 @@ serve: .venv/.stamp-demo
 	@exec .venv/bin/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 # Kernels are compiled for TPUs and GPUs that are not here. libtpu stays out of .venv, where JAX would look for a chip
-# with it; triton (1 GB) too, as only the tests need it.
+# with it; triton (1 GB) too, as only the tests need it. Two processes share the test files.
 test: lint .tpu/.stamp .triton/.stamp
-	PYTHONPATH=.tpu:.triton JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(ARGS)
+	PYTHONPATH=.tpu:.triton JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check .

@@ -93,13 +93,14 @@ class DeviceRunner:
         self.launch([]).result()
         rest = [bucket for bucket in self._buckets if bucket not in self._compiled]
         self._thread = threading.Thread(target=self._compile_all, args=(rest,), name="compile", daemon=True)
-        self._thread.start()
         atexit.register(self.close)  # an interpreter that ends in the middle of a compile would crash
+        self._thread.start()
 
     def close(self) -> None:
         """Stop compiling; the compile that has begun is waited for."""
         self._closing = True
         self._thread.join()
+        atexit.unregister(self.close)  # which else would keep the weights and the programs
 
     def _compile_all(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
