@@ -18,10 +18,15 @@ from jaxserve.build import Built, _count_when_warm
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.metrics import Metrics
 from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.runner import DeviceRunner
 from tests.engines import around, check_idle, complete, greedy, with_weights
 from tests.jaxserve.models.running import Run
 
 IDS = [*range(40, 52)]
+FEW_STEPS = {
+    "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 8,
+    "num_gpu_blocks_override": 12, "compilation_cache_dir": "",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -231,6 +236,21 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["all compiled", "still compiling"])
+def test_a_closed_engine_keeps_neither_weights_nor_programs(tiny, warm):
+    """A program that tries one model after another would run out of memory."""
+    llm = LLM(tiny.config.model, **FEW_STEPS)
+    runner = llm.engine.runner
+    assert isinstance(runner, DeviceRunner)
+    if warm:
+        assert runner.warm.wait(60)
+    held = weakref.ref(runner)
+    llm.close()
+    del llm, runner
+    gc.collect()
+    assert held() is None
 
 
 def test_a_program_that_ends_without_closing_ends_well(tmp_path, tiny):
