@@ -44,7 +44,7 @@ def few_mappings():
     """Forget compiled programs before they are too many: each is a hundred mappings, and Linux allows 65,530."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > 15_000:
+    if maps.exists() and maps.read_text().count("\n") > 5_000:
         jax.clear_caches()
         gc.collect()
 

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory, compilation_cache_dir) -> Built:
     return _warm(EngineConfig(str(path), compilation_cache_dir=compilation_cache_dir, **SIZES))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def golden(tmp_path_factory, compilation_cache_dir) -> Callable[..., Built]:
     """The same around a model of tests/golden, for fewer sequences at a time: fewer steps to compile."""
 

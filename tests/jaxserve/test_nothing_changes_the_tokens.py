@@ -49,6 +49,13 @@ def _plain(built_id: int, kind: int) -> RequestOutput:
 BUILT = {}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    yield
+    BUILT.clear()
+    _plain.cache_clear()
+
+
 def alone(built: Built) -> Callable[[int], RequestOutput]:
     """What a kind of request gets when it is alone: one step at a time, nothing cached."""
     BUILT[id(built)] = built
