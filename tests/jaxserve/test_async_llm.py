@@ -58,6 +58,7 @@ def make(tiny):
         if isinstance(one._engine.runner, Held):
             one._engine.runner.go.set()
         one.close()
+        one._thread.join(30)  # after a failure `close` does not wait for it
         assert not one._thread.is_alive()
 
 
