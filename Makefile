@@ -15,9 +15,9 @@ serve: .venv/.stamp-demo
 	@echo
 	@echo "  http://localhost:$(PORT)/docs          every endpoint, to read and to try (docs/server.md says more)"
 	@echo "  http://localhost:$(PORT)/v1            base URL for the openai package; any API key will do"
-	@echo "  .venv/bin/jaxserve chat --url http://localhost:$(PORT)        talk to it, from another terminal"
+	@echo "  .venv/bin/jaxserve chat --url http://localhost:$(PORT) --temperature 0        talk to it, from another terminal"
 	@echo "  curl http://localhost:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "       -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'"
+	@echo "       -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}], \"temperature\": 0}'"
 	@echo
 	@exec .venv/bin/jaxserve serve $(MODEL) --port $(PORT) $(ARGS)
 
