@@ -59,7 +59,7 @@ def _try_kernels(config: EngineConfig, c: ModelConfig, mesh: Mesh | None) -> Non
 
 
 def _trace(op: Op, *args: Any, **options: Any) -> None:
-    """Unfit if none of the platform's kernels takes these shapes."""
+    """Unfit if a kernel of the platform does not take these shapes."""
     for kernel in op.here().values():
         jax.eval_shape(partial(kernel.fn, **options), *args)
 

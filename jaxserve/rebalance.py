@@ -115,9 +115,8 @@ class Rebalancer:
             entry if row is not None else None: Slots(self._leaves(entry)[0], stacked=row is not None)
             for entry, row in self._places
         }  # of every stack; layers of their own are all alike
-        self._snapshots: list[tuple[int, np.ndarray]] = [
-            (0, np.zeros((), np.int64))
-        ]  # steps, totals after them
+        # Steps, and the totals after them.
+        self._snapshots: list[tuple[int, np.ndarray]] = [(0, np.zeros((), np.int64))]
         self._at = 0  # steps at the last look
         self._under_way: Rebalance | None = None
         self._given_up: threading.Thread | None = None

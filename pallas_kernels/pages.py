@@ -60,12 +60,8 @@ def as_kept(pages: Any, rows: Array) -> Array:
         return rows.astype(values.dtype).astype(rows.dtype)
     small, found = quantise_rows(rows, values.dtype)
     if rows.ndim == 3:
-        (t, k, w) = rows.shape
-        return (
-            (small.astype(jnp.float32).reshape(t, k, 2, w // 2) * found[..., None])
-            .astype(rows.dtype)
-            .reshape(t, k, w)
-        )
+        halves = small.astype(jnp.float32).reshape(*rows.shape[:2], 2, -1)  # a head's key, and its value
+        return (halves * found[..., None]).astype(rows.dtype).reshape(rows.shape)
     return (small.astype(jnp.float32) * found[:, None]).astype(rows.dtype)
 
 

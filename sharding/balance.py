@@ -156,9 +156,8 @@ def _exchange(share: np.ndarray, held: np.ndarray, weight: np.ndarray) -> None:
     for _ in range(MOST_EXCHANGES):
         busiest = int(np.argmax(weight))
         own, gap = held[busiest], weight[busiest] - weight
-        moved = (
-            share[own][None, :, None] - share[held][:, None, :]
-        )  # [other device, its own slot, the other's]
+        # [other device, slot of the busiest, slot of the other]
+        moved = share[own][None, :, None] - share[held][:, None, :]
         lower = np.minimum(moved, gap[:, None, None] - moved)  # by how much the larger of the two shrinks
         same = own[None, :, None] == held[:, None, :]
         lower[same.any(axis=2)[:, :, None] | same.any(axis=1)[:, None, :]] = 0  # neither has both already

@@ -22,9 +22,7 @@ from jax.experimental import multihost_utils
 log = logging.getLogger(__name__)
 HEARTBEAT = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one after which a process is lost though its connection stands
-LEAVING = (
-    60.0  # seconds that a leader which ends waits for its followers: JAX aborts those that it leaves behind
-)
+LEAVING = 60.0  # seconds that an ending leader waits for its followers: JAX aborts those it leaves behind
 _HEADER = struct.Struct("!BQ")  # kind of a frame, length of what follows
 _ALIVE = 0  # kinds from 1 on are the callers'
 

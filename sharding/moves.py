@@ -14,9 +14,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Rows = list[
-    list[Array]
-]  # of each leaf, for each slot of a device: [devices with experts, ...], one of each device
+# Of each leaf, for each slot of a device: [devices with experts, ...], one of each device.
+Rows = list[list[Array]]
 
 
 def sources(new: np.ndarray, old: np.ndarray) -> np.ndarray:

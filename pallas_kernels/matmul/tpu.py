@@ -181,7 +181,10 @@ def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:
 
     codes = pl.BlockSpec((None, s.outputs, s.width), tile)
     specs, inputs = [codes], [w.codes]
-    turn = lambda x: x.swapaxes(1, 2) if s.turned else x  # noqa: E731
+
+    def turn(x):
+        return x.swapaxes(1, 2) if s.turned else x
+
     if tpu_weights.grouped(w.format):
         rows = pl.BlockSpec((None, s.outputs, groups), lambda j, i, k, *at: (which(i, k, *at)[0], j, 0))
         if s.turned:

@@ -42,7 +42,10 @@ def grouped(format: Format | None) -> bool:
 
 def prepare(format: Format, w: Stored, turned: bool) -> None:
     """Turn the scales of groups to BF16, two rows in one word, once for all columns."""
-    words = lambda x: pltpu.bitcast(x.T if turned else x, jnp.int32)  # noqa: E731
+
+    def words(x):
+        return pltpu.bitcast(x.T if turned else x, jnp.int32)
+
     if format.scale == jnp.uint8:
         byte = w.scales[...].astype(jnp.int32)
         bits = jnp.where(byte == 255, 0x7FC0, byte << 7).astype(jnp.int16)

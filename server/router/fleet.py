@@ -73,9 +73,8 @@ class Fleet:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._rng = rng or random.Random()
-        self._conversations: OrderedDict[str | bytes, str] = (
-            OrderedDict()
-        )  # to the address of who served it last
+        # To the address of who served it last.
+        self._conversations: OrderedDict[str | bytes, str] = OrderedDict()
         self._turn = 0
         self._tasks: dict[str, asyncio.Task] = {}
         self._always: list[asyncio.Task] = []
