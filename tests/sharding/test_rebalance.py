@@ -32,9 +32,8 @@ FEW = SIZES | {
 MESH = {"data_parallel_size": 8, "enable_expert_parallel": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": np.random.default_rng(i).integers(0, 256, 48).tolist()} for i in range(16)]
-STEPS = (
-    16  # for all prompts: three each with 16 tokens of them, and one for each token more; 2 prompts a group
-)
+# For all prompts: three each with 16 tokens of them, and one for each token more; 2 prompts a group.
+STEPS = 16
 
 
 @pytest.fixture(autouse=True)
