@@ -32,7 +32,6 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 1000  # tokens that prompts are drawn from
-SETTLED = 8.0  # seconds without a new compiled step after which there will be none
 
 
 @dataclass
@@ -164,14 +163,13 @@ def _wait_for(url: str, process: subprocess.Popen) -> None:
         time.sleep(0.1)
     else:
         raise SystemExit(f"bench.interference: the server ended with status {process.returncode}")
-    compiled = -1.0
-    while compiled < (compiled := _compiles(url)):  # steps that fit better are compiled behind the first ones
-        time.sleep(SETTLED)
+    while not _warm(url):  # steps that fit better are compiled behind the first ones
+        time.sleep(0.5)
 
 
-def _compiles(url: str) -> float:
+def _warm(url: str) -> bool:
     metrics = httpx.get(url + "/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in metrics if line.startswith("jaxserve:compiles_total"))
+    return any(line.startswith("jaxserve:warm{") and line.endswith(" 1.0") for line in metrics)
 
 
 def _cpu(pid: int) -> float:

@@ -176,8 +176,9 @@ def _watching(
 
 
 def _count_when_warm(runner: DeviceRunner, metrics: Metrics) -> None:
-    """Let the metrics count compiles that come after the warm-up, for as long as the runner is in use."""
+    """Let the metrics say when all steps are compiled, and count compiles after that while the runner is in use."""
     warm = runner.warm
+    metrics.watch_warm(warm.is_set)
     stop = count_compiles(lambda seconds: metrics.on_compile(seconds) if warm.is_set() else None)
     weakref.finalize(runner, stop).atexit = False
 

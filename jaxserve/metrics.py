@@ -3,7 +3,7 @@
 A counter is named here without the `_total` that its samples carry. Everything has the label `model_name`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -36,6 +36,7 @@ class Metrics:
         self._corrupted = counter("corrupted_requests", "Requests ended because logits were not finite.")
         self._compiles = counter("compiles", "Steps compiled.", "jaxserve")
         self._compile_seconds = counter("compile_seconds", "Time spent compiling.", "jaxserve")
+        self._warm = gauge("warm", "1 once every step is compiled.", "jaxserve")
         self._balancedness = gauge(
             "eplb_balancedness",
             "Mean of the rows of devices with experts over the most; 1 is even.",
@@ -184,6 +185,10 @@ class Metrics:
         """A step was compiled."""
         self._compiles.inc()
         self._compile_seconds.inc(seconds)
+
+    def watch_warm(self, is_warm: Callable[[], bool]) -> None:
+        """State whether the steps that are compiled behind the server are all there, whenever somebody asks."""
+        self._warm.set_function(lambda: float(is_warm()))
 
     def set_cache_config(self, **labels: object) -> None:
         """State the cache's settings (as vLLM names them: block_size, num_gpu_blocks, ...); once per engine."""

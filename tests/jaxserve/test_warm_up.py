@@ -18,6 +18,7 @@ COMPILES = "jaxserve:compiles_total"
 def test_nothing_compiles_after_the_warm_up(tiny):
     engine = tiny.engine
     jax.clear_caches()  # nor is anything used that another test happened to compile
+    assert counted(engine.metrics, "jaxserve:warm") == 1
     before = counted(engine.metrics, COMPILES)
     traffic = Traffic(engine)
     for again in range(2):
