@@ -76,7 +76,7 @@ class PacedRunner:
         self.decoding = self.prompt_tokens = 0  # of the latest step
         self.seconds = 0.0
 
-    def launch(self, rows: list[Row]) -> Any:
+    def launch(self, rows: list[Row], told: Any = None) -> Any:
         self.decoding = sum(row.samples and len(row.tokens) == 1 for row in rows)
         self.prompt_tokens = sum(len(row.tokens) for row in rows) - self.decoding
         self.seconds = self._pace.seconds(self.prompt_tokens, self.decoding)

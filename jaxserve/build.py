@@ -21,6 +21,8 @@ from jaxserve.errors import ConfigError, EngineError
 from jaxserve.expert_loads import ExpertTraffic
 from jaxserve.following import LeadingRunner, assemble, follow
 from jaxserve.groups import GroupedScheduler
+from jaxserve.layer_groups import layer_groups as split_layers
+from jaxserve.layered_step import LayeredStep
 from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
@@ -57,10 +59,13 @@ class Built:
     crew: Leader | Follower | None = None  # to the engine's other processes
 
 
-def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) -> Built:
+def build(
+    config: EngineConfig, metrics: Metrics, events: Events | None = None, *, layer_groups: int = 1
+) -> Built:
     """Load a model and compile its steps; seconds for a small model, and nothing compiles afterwards.
 
-    `events` is told which cache pages can be found.
+    `events` is told which cache pages can be found. Prompts are computed in about `layer_groups` programs, so that
+    the pages of some layers are complete before the others are.
     """
     began = time.monotonic()
     if config.load_compiled and not Path(config.load_compiled).is_dir():
@@ -97,9 +102,10 @@ def build(config: EngineConfig, metrics: Metrics, events: Events | None = None) 
         assert model_config.mixture is not None
         weights, where = with_first_copies(weights, where, model_config.mixture)
     step = Step(model_config, config.block_size, where)
-    runner = DeviceRunner(
-        step, weights, arrays.pool(num_pages), arrays.state(), buckets, config.load_compiled
-    )
+    grouped = split_layers(weights["layers"], stacked=stacked, pieces=layer_groups)
+    layered = LayeredStep(step, grouped) if layer_groups > 1 else None
+    pool = arrays.pool(num_pages)
+    runner = DeviceRunner(step, weights, pool, arrays.state(), buckets, config.load_compiled, layered)
     loaded = time.monotonic()
     traffic, rebalancer = _watching(config, model_config, runner, metrics)
     blank = admission(SamplingParams(), [0], 1, model_config.vocab_size)

@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -14,6 +15,7 @@ from jaxserve.choice import Choice, Ongoing, Prompted
 from jaxserve.config import EngineConfig
 from jaxserve.expert_loads import ExpertTraffic
 from jaxserve.groups import GroupedScheduler
+from jaxserve.layer_groups import LayerGroup
 from jaxserve.metrics import Metrics
 from jaxserve.readout import Found, Readout
 from jaxserve.rebalance import Rebalancer
@@ -38,7 +40,7 @@ CORRUPTED = (
 class Runner(Protocol):
     """What the engine needs of a device."""
 
-    def launch(self, rows: list[Row]) -> Pending: ...
+    def launch(self, rows: list[Row], told: Callable[[LayerGroup], None] = ...) -> Pending: ...
 
     def admit(self, slot: int, admission: Admission, group: int = 0) -> None: ...
 
@@ -170,11 +172,17 @@ class Engine:
                 )
                 assert seq.slot is not None
                 self.runner.admit(seq.slot, row, seq.group)
-        pending = self.runner.launch([self._row(chunk) for chunk in plan.chunks])
-        for chunk in plan.chunks:
-            if watch := self.ongoing[chunk.seq.request_id].request.watch:
-                watch(chunk.seq)
-        return plan, pending
+        rows = [self._row(chunk) for chunk in plan.chunks]
+        watches = [(self.ongoing[chunk.seq.request_id].request.watch, chunk.seq) for chunk in plan.chunks]
+        if not any(watch for watch, _ in watches):
+            return plan, self.runner.launch(rows)
+
+        def told(group: LayerGroup) -> None:
+            for watch, seq in watches:
+                if watch:
+                    watch(seq, group)
+
+        return plan, self.runner.launch(rows, told)
 
     def _row(self, chunk: Chunk) -> Row:
         seq, start, end = chunk.seq, chunk.start, chunk.start + chunk.count

@@ -12,7 +12,7 @@ from jaxserve.batch import Row
 from jaxserve.buckets import Bucket
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runner import DeviceRunner, Pending
+from jaxserve.runner import DeviceRunner, Pending, Told
 from jaxserve.sampling.admission import Admission
 from sharding.hosts import Follower, Leader, Lost, join
 
@@ -47,11 +47,11 @@ class LeadingRunner:
     def __init__(self, runner: DeviceRunner, leader: Leader):
         self._runner, self._leader = runner, leader
 
-    def launch(self, rows: Sequence[Row]) -> Pending:
+    def launch(self, rows: Sequence[Row], told: Told = lambda group: None) -> Pending:
         """See `DeviceRunner.launch`."""
         bucket, flat = self._runner.packed(rows)
         self._leader.send(LAUNCH, np.array(astuple(bucket), np.int32).tobytes(), flat.tobytes())
-        return self._runner.pending(rows, bucket, self._runner.run(bucket, flat))
+        return self._runner.pending(rows, bucket, self._runner.run(bucket, flat, told))
 
     def admit(self, slot: int, admission: Admission, group: int = 0) -> None:
         """See `DeviceRunner.admit`."""

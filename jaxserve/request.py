@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.layer_groups import LayerGroup
 from jaxserve.sampling.params import SamplingParams
 from jaxserve.sequence import Sequence
 
@@ -25,7 +26,9 @@ class Request:
     )  # output made elsewhere already: the request goes on after it, and hands back only what is new
     trace_id: str | None = None  # what its timeline is filed under, if not its own id
     prefill_url: str | None = None  # the worker that is to compute the prompt, if not this one
-    watch: Callable[[Sequence], None] | None = None  # told of every launched step, on the engine's thread
+    watch: Callable[[Sequence, LayerGroup], None] | None = (
+        None  # told of every step, layers by layers as they are launched, on the engine's thread
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxserve.batch import Row, pack
 from jaxserve.buckets import Bucket, choose, first_needed
 from jaxserve.compiles import give_back_memory
+from jaxserve.layer_groups import LayerGroup
+from jaxserve.layered_step import LayeredPrograms, LayeredStep
 from jaxserve.sampling.admission import Admission
 from jaxserve.sampling.state import SlotState, admit
 from jaxserve.saved_steps import load_step
@@ -29,6 +31,8 @@ from jaxserve.spread import pack_spread, spread_rows
 from jaxserve.step import Step, StepOutput
 
 log = logging.getLogger(__name__)
+
+Told = Callable[[LayerGroup], None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class DeviceRunner:
         state: SlotState,
         buckets: list[Bucket],
         saved: str | None = None,
+        layered: LayeredStep | None = None,
     ):
-        """`saved` is a folder of compiled steps (see `jaxserve.saved_steps`)."""
+        """`saved` is a folder of compiled steps (see `jaxserve.saved_steps`); prompts run as `layered`, if given."""
         self.step, self.params, self.pool, self.state = step, params, pool, state
         self.warm = threading.Event()  # set when every bucket is compiled
         self._groups = step.placement.groups if step.placement else 1
@@ -65,6 +70,11 @@ class DeviceRunner:
         self._longest = max((b.tokens for b in buckets if b.spread == 1), default=0)  # chunk of a sequence
         self._ready: list[Bucket] = []  # compiled ones, smallest first; replaced, never changed
         self._compiled: dict[Bucket, Callable] = {}
+        self._layered = layered
+        stacked = type(pool) is not tuple
+        layers = jax.tree.leaves(pool)[0].shape[0] if stacked else len(pool)
+        # Layers whose pages are complete together.
+        self.layer_groups = layered.groups if layered else [LayerGroup(0, layers, stacked=stacked)]
         self._saved = saved
         self._closing = False
         self._lock = threading.Lock()
@@ -116,8 +126,11 @@ class DeviceRunner:
 
     def _compile(self, bucket: Bucket, options: dict[str, Any] | None = None) -> None:
         params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
-        lowered = self.step.lower(params, pages, state, bucket)
-        self._compiled[bucket] = self._load(bucket, lowered) or lowered.compile(options)
+        if self._layered and bucket.spread == 1 and bucket.tokens > bucket.seqs:
+            self._compiled[bucket] = self._layered.compile(params, pages, state, bucket, options)
+        else:
+            lowered = self.step.lower(params, pages, state, bucket)
+            self._compiled[bucket] = self._load(bucket, lowered) or lowered.compile(options)
         give_back_memory()
         with self._lock:
             self._ready = sorted([*self._ready, bucket])
@@ -136,10 +149,13 @@ class DeviceRunner:
             log.warning("%s has no %s of these settings and versions: it is compiled", self._saved, bucket)
         return found
 
-    def launch(self, rows: Sequence[Row]) -> Pending:
-        """Start a step of these sequences; without any, the smallest step, of padding only."""
+    def launch(self, rows: Sequence[Row], told: Told = lambda group: None) -> Pending:
+        """Start a step of these sequences; without any, the smallest step, of padding only.
+
+        `told` hears of each group of layers when what completes their pages was launched, and not yet what follows.
+        """
         bucket, flat = self.packed(rows)
-        return self.pending(rows, bucket, self.run(bucket, flat))
+        return self.pending(rows, bucket, self.run(bucket, flat, told))
 
     def packed(self, rows: Sequence[Row]) -> tuple[Bucket, np.ndarray]:
         """The smallest step for these sequences, and what it needs to know of them."""
@@ -158,12 +174,22 @@ class DeviceRunner:
         sets = range(self._groups // bucket.spread)
         return bucket, np.concatenate([pack_spread(by_set.get(number), bucket) for number in sets])
 
-    def run(self, bucket: Bucket, flat: np.ndarray) -> StepOutput:
-        """Start a packed step."""
+    def run(self, bucket: Bucket, flat: np.ndarray, told: Told = lambda group: None) -> StepOutput:
+        """Start a packed step; see `launch` for `told`."""
+
+        def complete(pool: Any, group: LayerGroup) -> None:
+            self.pool = pool
+            told(group)
+
+        compiled = self._compiled[bucket]
         with self._donating():
-            output, self.pool, self.state = self._compiled[bucket](
-                self.params, self.pool, self.state, self._everywhere(flat)
-            )
+            arguments = self.params, self.pool, self.state, self._everywhere(flat)
+            if isinstance(compiled, LayeredPrograms):
+                output, self.pool, self.state = compiled(*arguments, complete)
+                return output
+            output, self.pool, self.state = compiled(*arguments)
+        for group in self.layer_groups:
+            told(group)
         return output
 
     def pending(self, rows: Sequence[Row], bucket: Bucket, output: StepOutput) -> Pending:

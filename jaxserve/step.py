@@ -14,12 +14,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.batch import flat_size, unpack
+from jaxserve.batch import Reads, flat_size, unpack
 from jaxserve.buckets import Bucket
 from jaxserve.expert_loads import ExpertLoads
 from jaxserve.models import model_for
 from jaxserve.models.config import ModelConfig
 from jaxserve.placement import Placement
+from jaxserve.sampling.knobs import Knobs
 from jaxserve.sampling.logprobs import score
 from jaxserve.sampling.params import MAX_LOGPROBS
 from jaxserve.sampling.sample import Sampled, sample
@@ -75,13 +76,13 @@ class Step:
             partial(_step if placement is None else partial(_on_mesh, placement), config, page_size),
             static_argnames="bucket",
             donate_argnames=("pool", "state"),
-            out_shardings=None if placement is None else _out_shardings(placement),
+            out_shardings=None if placement is None else shardings_out(placement),
             compiler_options=COMPILER_OPTIONS.get(platform()),
         )
 
     def __call__(self, params, pool, state: SlotState, flat: Array | np.ndarray, bucket: Bucket):
         """(StepOutput, pool, state) after the packed step `flat` (see `jaxserve.batch.pack`)."""
-        with self._mesh():
+        with self.within():
             return self.jitted(params, pool, state, flat, bucket=bucket)
 
     def lower(self, params, pool, state, bucket: Bucket):
@@ -90,10 +91,11 @@ class Step:
         sharding = self.placement.flat if self.placement else None
         each = spread_size(bucket) if bucket.spread > 1 else flat_size(bucket)
         flat = jax.ShapeDtypeStruct((groups * each,), jnp.int32, sharding=sharding)
-        with self._mesh():
+        with self.within():
             return self.jitted.lower(params, pool, state, flat, bucket=bucket)
 
-    def _mesh(self) -> AbstractContextManager[Any]:
+    def within(self) -> AbstractContextManager[Any]:
+        """The mesh that the step is traced for, ambient."""
         if self.placement is None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh)
@@ -114,7 +116,7 @@ def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, 
     return mapped(step, groups, in_specs, out_specs)(params, pool, state, flat)
 
 
-def _out_shardings(placement: Placement):
+def shardings_out(placement: Placement):
     """Pages and slots stay where they are; what the host reads is on every process, where there are several."""
     everywhere = placement.everywhere if placement.spans_processes else None
     output: Any = StepOutput(everywhere, everywhere, everywhere, None, everywhere, everywhere)  # type: ignore[arg-type]
@@ -132,39 +134,51 @@ def _step(
     bucket: Bucket,
     groups: tuple[str, ...] = (),
 ):
-    model = model_for(config)
+    batch, reads, knobs, last_here = unpacked(flat, bucket, page_size, state.last_token)
+    hidden_TD, pool, inside = model_for(config).forward(config, params, batch, pool)
+    inside = jax.lax.psum(inside, groups) if groups and inside else inside
+    output, state = sampled_output(config, params, state, hidden_TD, reads, knobs, last_here, inside)
+    return output, pool, state
+
+
+def unpacked(flat: Array, bucket: Bucket, page_size: int, last_token: Array):
+    """(Batch, Reads, Knobs, whether the prompt's last row is here or None) inside jit."""
+    if bucket.spread > 1:
+        return unpack_spread(flat, bucket, page_size)
+    return *unpack(flat, bucket, page_size, last_token), None
+
+
+def sampled_output(
+    config: ModelConfig,
+    params: Any,
+    state: SlotState,
+    hidden_TD: Array,
+    reads: Reads,
+    knobs: Knobs,
+    last_here: Array | None,
+    inside: dict[str, Array],
+) -> tuple[StepOutput, SlotState]:
+    """What follows the last layer: (all that the host reads, the slots' state after it).
+
+    `inside` is what the model's mixtures counted (see `decoder.forward`), of all groups of devices together.
+    """
 
     def logits(hidden: Array) -> Array:
         # One exchange, not one for every question that sampling asks of the vocabulary.
-        return whole(model.logits(config, params, hidden))
+        return whole(model_for(config).logits(config, params, hidden))
 
-    last_here = None
-    if bucket.spread > 1:
-        batch, reads, knobs, last_here = unpack_spread(flat, bucket, page_size)
-    else:
-        batch, reads, knobs = unpack(flat, bucket, page_size, state.last_token)
-    hidden_TD, pool, inside = model.forward(config, params, batch, pool)
     last_BD = hidden_TD[reads.rows]
     if last_here is not None:
         last_BD = from_whoever_has(last_BD, last_here)
-    logits_BV = logits(last_BD)
-    sampled, state = sample(logits_BV, knobs, state, reads.slots, reads.valid)
+    sampled, state = sample(logits(last_BD), knobs, state, reads.slots, reads.valid)
     scores = _score(logits, hidden_TD, reads.targets)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
-    loads, drops = _counted(inside, state.expert_loads, groups)
-    state = replace(state, expert_loads=loads if state.expert_loads else None)
-    return StepOutput(read, sampled, scores, hidden_TD, loads, drops), pool, state
-
-
-def _counted(inside: dict[str, Array], before: ExpertLoads | None, groups: tuple[str, ...]):
-    """(what experts got in all groups, and `before`; the choices that found no room): None without experts."""
-    if "expert_loads" not in inside:
-        return None, None
-    loads = ExpertLoads(inside["expert_loads"], inside["device_loads"])
-    drops = inside.get("expert_drops")
-    if groups:
-        loads, drops = jax.lax.psum((loads, drops), groups)
-    return jax.tree.map(jnp.add, before, loads) if before else loads, drops
+    loads, before = None, state.expert_loads
+    if "expert_loads" in inside:
+        loads = ExpertLoads(inside["expert_loads"], inside["device_loads"])
+        loads = jax.tree.map(jnp.add, before, loads) if before else loads
+    state = replace(state, expert_loads=loads if before else None)
+    return StepOutput(read, sampled, scores, hidden_TD, loads, inside.get("expert_drops")), state
 
 
 def _score(logits, hidden_TD: Array, targets: Array) -> Scores:

@@ -15,6 +15,7 @@ from jaxserve.handover.handshake import Handshake
 from jaxserve.handover.messages import Block, First, Granted, Message
 from jaxserve.handover.metrics import HandoverMetrics
 from jaxserve.handover.pages import EnginePages
+from jaxserve.layer_groups import LayerGroup
 from jaxserve.request import Request
 from jaxserve.sequence import Sequence
 from kv import wire
@@ -98,8 +99,8 @@ class _Export:
         self._loop = asyncio.get_running_loop()
         self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
 
-    def watch(self, seq: Sequence) -> None:
-        """Launch copies of what the step just launched has computed."""
+    def watch(self, seq: Sequence, group: LayerGroup) -> None:
+        """Launch copies of what the step just launched has computed, in the group of all layers."""
         computed = min(seq.computed, self._end)
         if self._ended or computed <= self._next:
             return

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,19 +65,7 @@ def _scan(block, x, stacks, pool, page_size, batch, data, shared):
     outs, first = [], 0
     for stack in stacks:
         stay, sliced = _parted(stack)
-
-        def step(carry, row, stay=stay, first=first):
-            x, whole = carry
-            slices, datum, i = row
-            here = replace(
-                batch,
-                page_table=batch.page_table + i * pages,
-                places=batch.places + i * (pages * page_size),
-            )
-            layer = _together(stay, slices, i - first)
-            x, whole, out = block(x, layer, whole, here, datum, *shared)
-            return (x, whole), out
-
+        step = partial(_layer, block, stay, first, pages, page_size, batch, shared)
         last = first + jax.tree.leaves(stack)[0].shape[0]
         rows = {name: jnp.asarray(values[first:last]) for name, values in data.items()}
         numbers = jnp.arange(first, last, dtype=jnp.int32)
@@ -86,6 +75,51 @@ def _scan(block, x, stacks, pool, page_size, batch, data, shared):
     assert first == count, f"{first} layers of weights for {count} of cache"
     whole = jax.tree.map(lambda x, stack: x.reshape(stack.shape), whole, pool)
     return x, whole, _joined(outs, jnp.concatenate)
+
+
+def _layer(block, stay, begins, pages, page_size, batch, shared, carry, row):
+    """One layer of a stack that begins at layer `begins`, on the pool of all layers."""
+    x, whole = carry
+    slices, datum, i = row
+    here = replace(
+        batch, page_table=batch.page_table + i * pages, places=batch.places + i * (pages * page_size)
+    )
+    x, whole, out = block(x, _together(stay, slices, i - begins), whole, here, datum, *shared)
+    return (x, whole), out
+
+
+def over_group(
+    block: Callable[..., tuple[Array, Any, dict[str, Any]]],
+    x: Array,
+    layers: Any,
+    pool: Any,
+    page_size: int,
+    batch: Batch,
+    data: dict[str, np.ndarray],
+    first: Array,
+    count: int,
+    begins: int,
+    *shared: Any,
+) -> tuple[Array, Any, dict[str, Any]]:
+    """`over_layers` for `count` layers from `first` on, a number that the program is told: it serves any such group.
+
+    With a tuple of pools, these and `layers` are those of the group alone. With one stacked pool, which is that of
+    the whole model, `layers` is the stack that the group is in, which begins at layer `begins`.
+    """
+    if type(pool) in (list, tuple):
+        near = {n: lax.dynamic_slice_in_dim(jnp.asarray(v), first, count) for n, v in data.items()}
+        return _loop(block, x, layers, pool, batch, near, shared)
+    every, pages = jax.tree.leaves(pool)[0].shape[:2]
+    whole = jax.tree.map(lambda x: x.reshape(every * pages, *x.shape[2:]), pool)
+    stay, sliced = _parted(layers)
+
+    def step(carry, i):
+        slices = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i - begins, keepdims=False), sliced)
+        datum = {name: jnp.asarray(values)[i] for name, values in data.items()}
+        return _layer(block, stay, begins, pages, page_size, batch, shared, carry, (slices, datum, i))
+
+    (x, whole), out = lax.scan(step, (x, whole), first + jnp.arange(count, dtype=jnp.int32))
+    return x, jax.tree.map(lambda x, stack: x.reshape(stack.shape), whole, pool), out
 
 
 def _parted(stack: Any) -> tuple[list[Any], Any]:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from jaxserve.batch import Batch
 from jaxserve.layers.linear import linear_f32
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.over_layers import over_layers
+from jaxserve.layers.over_layers import over_group, over_layers
 from jaxserve.layers.rope import rotations
 from jaxserve.models import feed_forward, grouped_query, latent
 from jaxserve.models.config import ModelConfig
@@ -93,16 +93,44 @@ def forward(
     [L, T, D] "attention" and "mlp" (what the sub-blocks computed, before a norm of theirs and the sum) and "layers"
     (what each layer handed on), and what a router saw and chose (`feed_forward`).
     """
+    x_TD, block = embedded(c, params, batch), partial(_block, c, collect)
+    page_size, _, data, turns = _along(c, batch, pool)
+    last_TD, pool, inside = over_layers(block, x_TD, params["layers"], pool, page_size, batch, data, turns)
+    return normed(c, params, last_TD), pool, {"embed": x_TD, **inside} if collect else inside
+
+
+def embedded(c: ModelConfig, params: Tree, batch: Batch) -> Float[Array, "T D"]:
+    """What the first layer is given."""
     x_TD = embedding(params["embed"], batch.tokens)
-    if c.embed_scale != 1:
-        x_TD = x_TD * jnp.asarray(c.embed_scale, x_TD.dtype)
-    block = partial(_block, c, collect)
-    turns = rotations(c.ropes, batch.positions)
+    return x_TD if c.embed_scale == 1 else x_TD * jnp.asarray(c.embed_scale, x_TD.dtype)
+
+
+def forward_group(
+    c: ModelConfig,
+    layers: Any,
+    batch: Batch,
+    pool: Any,
+    x: Float[Array, "T D"],
+    first: Array,
+    *,
+    count: int,
+    begins: int,
+) -> tuple[Array, Any, dict[str, Array]]:
+    """`forward` through `count` layers from `first` on, without what is before and after (see `over_group`)."""
+    page_size, batch, data, turns = _along(c, batch, pool)
+    block = partial(_block, c, False)
+    return over_group(block, x, layers, pool, page_size, batch, data, first, count, begins, turns)
+
+
+def normed(c: ModelConfig, params: Tree, last: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """The hidden states, of what the last layer gave."""
+    return _norm(c, last, params["norm"])
+
+
+def _along(c: ModelConfig, batch: Batch, pool: Any) -> tuple[int, Batch, dict[str, np.ndarray], Array]:
+    """What every layer is given beside its own: page size, batch, what differs between layers, rotations."""
     page_size = _attention(c).page_size(pool[0] if type(pool) in (list, tuple) else pool)
-    last_TD, pool, inside = over_layers(
-        block, x_TD, params["layers"], pool, page_size, batch, _per_layer(c), turns
-    )
-    return _norm(c, last_TD, params["norm"]), pool, {"embed": x_TD, **inside} if collect else inside
+    return page_size, batch, _per_layer(c), rotations(c.ropes, batch.positions)
 
 
 def logits(c: ModelConfig, params: Tree, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:

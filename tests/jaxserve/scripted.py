@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Scripted:
     launched: list[list[Row]] = field(default_factory=list)
     fail_at: int | None = None  # the step that raises
 
-    def launch(self, rows: list[Row]) -> SimpleNamespace:
+    def launch(self, rows: list[Row], told: Any = None) -> SimpleNamespace:
         self.launched.append(rows)
         if len(self.launched) - 1 == self.fail_at:
             raise RuntimeError("the device is gone")

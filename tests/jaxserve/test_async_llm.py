@@ -27,7 +27,7 @@ class Held(Scripted):
         super().__init__({})
         self.go, self.left = threading.Event(), steps
 
-    def launch(self, rows):
+    def launch(self, rows, told=None):
         pending = super().launch(rows)
         assert self.go.wait(30)
         self.left -= 1

@@ -8,6 +8,8 @@ from jaxserve.arrays import Arrays
 from jaxserve.batch import Row
 from jaxserve.buckets import Bucket
 from jaxserve.config import EngineConfig
+from jaxserve.layer_groups import layer_groups
+from jaxserve.layered_step import LayeredPrograms, LayeredStep
 from jaxserve.models import model_for
 from jaxserve.placement import placement
 from jaxserve.readout import Readout
@@ -27,7 +29,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, prompt_logprobs=0)
 class Stepping:
     """A golden's model on a mesh: prompts in one step, then a token a step."""
 
-    def __init__(self, arch: str, topology: Topology | None, *, stacked: bool = False, longest: int = 160):
+    def __init__(
+        self,
+        arch: str,
+        topology: Topology | None,
+        *,
+        stacked: bool = False,
+        longest: int = 160,
+        pieces: int = 1,
+    ):
+        """Prompts run as about `pieces` programs, with the embedding and the head two more, if there are several."""
         self.config, self.pages = golden_config(arch), -(-longest // PAGE)
         params = model_for(self.config).params(self.config)
         if stacked:
@@ -44,13 +55,23 @@ class Stepping:
         self.groups = where.groups if where else 1
         step = Step(self.config, PAGE, where)
         self.buckets = [Bucket(longest, 1, self.pages), Bucket(1, 1, self.pages)]
-        self.runner = DeviceRunner(step, weights, arrays.pool(1 + self.pages), arrays.state(), self.buckets)
+        groups = layer_groups(weights["layers"], stacked=stacked, pieces=pieces)
+        self.runner = DeviceRunner(
+            step,
+            weights,
+            arrays.pool(1 + self.pages),
+            arrays.state(),
+            self.buckets,
+            layered=LayeredStep(step, groups) if pieces > 1 else None,
+        )
         self.texts: dict[Bucket, str] = {}
 
     def compiled(self, bucket: Bucket) -> None:
         """The step of this size, compiled in little time; its program is in `texts`."""
         self.runner._compile(bucket, {"xla_backend_optimization_level": 0})
-        self.texts[bucket] = self.runner._compiled[bucket].as_text()  # type: ignore[attr-defined]
+        step = self.runner._compiled[bucket]
+        if not isinstance(step, LayeredPrograms):
+            self.texts[bucket] = step.as_text()  # type: ignore[attr-defined]
 
     def run(self, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], list[np.ndarray]]:
         """(greedy tokens, log-probabilities of the prompt's tokens) of a prompt in each group."""
@@ -83,10 +104,12 @@ def expected_scores(arch: str, prompt: dict[str, Any]) -> np.ndarray:
     return (logits[np.arange(len(ids)), ids] - norms[:-1]).astype(np.float32)
 
 
-def check_golden(arch: str, topology: Topology, *, stacked: bool = False, steps: int = 8) -> Stepping:
+def check_golden(
+    arch: str, topology: Topology | None, *, stacked: bool = False, steps: int = 8, pieces: int = 1
+) -> Stepping:
     """The goldens' prompts, one a group, give their log-probabilities and greedy tokens."""
     listed = golden_prompts(arch)
-    stepping = Stepping(arch, topology, stacked=stacked)
+    stepping = Stepping(arch, topology, stacked=stacked, pieces=pieces)
     mine = [listed[-1 - g % len(listed)] for g in range(stepping.groups)]  # the longest one first
     tokens, scores = stepping.run([prompt["ids"] for prompt in mine], steps)
     for prompt, got, score in zip(mine, tokens, scores, strict=True):

@@ -1,0 +1,170 @@
+"""A step as several programs: the embedding, groups of layers one after the other, and what follows the last layer.
+
+The cache pages of a group of layers are complete when its program is done, so they can leave while the programs of
+later layers compute. Programs are launched back to back; the pool goes from one to the next and is never copied.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.batch import Batch, flat_size
+from jaxserve.buckets import Bucket
+from jaxserve.layer_groups import LayerGroup
+from jaxserve.models import ModelConfig, model_for
+from jaxserve.sampling.state import SlotState
+from jaxserve.step import COMPILER_OPTIONS, Step, StepOutput, sampled_output, shardings_out, unpacked
+from pallas_kernels.op import platform
+from sharding.kernels import mapped
+from sharding.rules import batch_axes
+
+BEGIN, END = "begin", "end"  # of a step's programs; those between are named by `LayerGroup.program`
+Told = Callable[[Any, LayerGroup], None]
+
+
+class LayeredStep:
+    """`Step` in `groups` of layers, for buckets in which a device computes its own sequences."""
+
+    def __init__(self, step: Step, groups: list[LayerGroup]):
+        self.groups, self._step = groups, step
+
+    def lower(self, params, pool, state: SlotState, bucket: Bucket) -> dict[Any, jax.stages.Lowered]:
+        """The programs of one bucket, lowered; arguments may be arrays or their shapes."""
+        step, where = self._step, self._step.placement
+        rows = NamedSharding(where.mesh, P(batch_axes(where.mesh) or None)) if where else None
+        flat = jax.ShapeDtypeStruct(
+            ((where.groups if where else 1) * flat_size(bucket),), jnp.int32, sharding=where and where.flat
+        )
+        first = jax.ShapeDtypeStruct((), jnp.int32, sharding=where and where.everywhere)
+        outer = _outer(params)
+        with step.within():
+            begin = self._begin(rows, bucket)
+            found: dict[Any, jax.stages.Lowered] = {BEGIN: begin.lower(outer, state.last_token, flat)}
+            shapes = jax.eval_shape(begin, outer, state.last_token, flat)
+            x, batch = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rows), shapes)
+            insides = []
+            for group in self.groups:
+                middle = self._middle(rows, group)
+                args = group.of_params(params["layers"]), group.of_pool(pool), x, batch, first
+                if group.program not in found:
+                    found[group.program] = middle.lower(*args)
+                insides.append(
+                    jax.tree.map(
+                        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=first.sharding),
+                        jax.eval_shape(middle, *args)[2],
+                    )
+                )
+            found[END] = self._end(rows, bucket).lower(outer, state, x, flat, tuple(insides))
+        return found
+
+    def compile(
+        self, params, pool, state: SlotState, bucket: Bucket, options: dict[str, Any] | None = None
+    ) -> "LayeredPrograms":
+        """Ready to run."""
+        lowered = self.lower(params, pool, state, bucket)
+        where = self._step.placement
+        return LayeredPrograms(
+            self.groups,
+            {name: program.compile(options) for name, program in lowered.items()},
+            [jax.device_put(np.int32(group.first), where and where.everywhere) for group in self.groups],
+        )
+
+    def _begin(self, rows: NamedSharding | None, bucket: Bucket) -> Any:
+        fn = partial(_begin, self._step.config, self._step.page_size, bucket)
+        where = self._step.placement
+        if where:
+            sources = _outer(where.params), where.state.last_token, where.flat
+            fn = self._on_mesh(fn, sources, (rows, rows))
+        return self._jitted(fn, (), where and (rows, rows))
+
+    def _middle(self, rows: NamedSharding | None, group: LayerGroup) -> Any:
+        where = self._step.placement
+        fn = partial(_middle, self._step.config, group.count, group.begins, where and batch_axes(where.mesh))
+        if not where:
+            return self._jitted(fn, (1, 2), None)
+        pool, everywhere = group.of_pool(where.pool), where.everywhere
+        sources = group.of_params(where.params["layers"]), pool, rows, rows, everywhere
+        results = rows, pool, everywhere
+        return self._jitted(self._on_mesh(fn, sources, results), (1, 2), results)
+
+    def _end(self, rows: NamedSharding | None, bucket: Bucket) -> Any:
+        fn = partial(_end, self._step.config, self._step.page_size, bucket)
+        where = self._step.placement
+        if not where:
+            return self._jitted(fn, (1,), None)
+        everywhere = where.everywhere
+        sources = _outer(where.params), where.state, rows, where.flat, everywhere
+        read = NamedSharding(where.mesh, P(None, *rows.spec)) if rows else None
+        output: Any = StepOutput(read, rows, rows, rows, everywhere, everywhere)  # type: ignore[arg-type]
+        said, _, state = shardings_out(where)
+        return self._jitted(self._on_mesh(fn, sources, (output, where.state)), (1,), (said, state))
+
+    def _on_mesh(self, fn: Callable[..., Any], sources: Any, results: Any) -> Callable[..., Any]:
+        """Every group of devices on its part of all arguments but the weights."""
+        where = self._step.placement
+        assert where
+        axes = batch_axes(where.mesh)
+        return mapped(fn, axes, where.inside(sources), where.inside(results)) if axes else fn
+
+    def _jitted(self, fn: Callable[..., Any], donated: tuple[int, ...], results: Any) -> Any:
+        options = COMPILER_OPTIONS.get(platform())
+        return jax.jit(fn, donate_argnums=donated, out_shardings=results, compiler_options=options)
+
+
+class LayeredPrograms:
+    """The programs of one bucket. Like a compiled step it is called with (params, pool, state, flat)."""
+
+    def __init__(
+        self, groups: list[LayerGroup], programs: dict[Any, jax.stages.Compiled], firsts: list[Array]
+    ):
+        """`firsts` are the groups' first layers, on the devices."""
+        self._groups, self._programs, self._firsts = groups, programs, firsts
+
+    def __call__(
+        self, params, pool, state: SlotState, flat: Array | np.ndarray, told: Told
+    ) -> tuple[StepOutput, Any, SlotState]:
+        """(output, pool, state); after each group's launch `told` hears of the pool and the group."""
+        outer = _outer(params)
+        x, batch = self._programs[BEGIN](outer, state.last_token, flat)
+        insides = []
+        for group, first in zip(self._groups, self._firsts, strict=True):
+            layers = group.of_params(params["layers"])
+            x, part, inside = self._programs[group.program](layers, group.of_pool(pool), x, batch, first)
+            pool = group.joined(pool, part)
+            insides.append(inside)
+            told(pool, group)
+        output, state = self._programs[END](outer, state, x, flat, tuple(insides))
+        return output, pool, state
+
+
+def _outer(params: Any) -> Any:
+    """The weights, or their shardings, that are of no layer."""
+    return {name: weight for name, weight in params.items() if name != "layers"}
+
+
+def _begin(config: ModelConfig, page_size: int, bucket: Bucket, outer, last_token, flat):
+    batch, *_ = unpacked(flat, bucket, page_size, last_token)
+    return model_for(config).embedded(config, outer, batch), batch
+
+
+def _middle(
+    config: ModelConfig, count: int, begins: int, over: Any, layers, pool, x, batch: Batch, first: Array
+):
+    forward = model_for(config).forward_group
+    x, pool, inside = forward(config, layers, batch, pool, x, first, count=count, begins=begins)
+    return x, pool, jax.lax.psum(inside, over) if over and inside else inside
+
+
+def _end(config: ModelConfig, page_size: int, bucket: Bucket, outer, state: SlotState, x, flat, insides):
+    _, reads, knobs, last_here = unpacked(flat, bucket, page_size, state.last_token)
+    names = dict.fromkeys(name for inside in insides for name in inside)
+    inside = {n: jnp.concatenate([each[n] for each in insides if n in each]) for n in names}
+    hidden = model_for(config).normed(config, outer, x)
+    return sampled_output(config, outer, state, hidden, reads, knobs, last_here, inside)
