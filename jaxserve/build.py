@@ -103,7 +103,8 @@ def build(
         weights, where = with_first_copies(weights, where, model_config.mixture)
     step = Step(model_config, config.block_size, where)
     grouped = split_layers(weights["layers"], stacked=stacked, pieces=layer_groups)
-    layered = LayeredStep(step, grouped) if layer_groups > 1 else None
+    every_layer = not (stacked or where or config.load_compiled)
+    layered = LayeredStep(step, grouped, every_layer=every_layer) if layer_groups > 1 or every_layer else None
     pool = arrays.pool(num_pages)
     runner = DeviceRunner(step, weights, pool, arrays.state(), buckets, config.load_compiled, layered)
     loaded = time.monotonic()

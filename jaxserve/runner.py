@@ -62,7 +62,7 @@ class DeviceRunner:
         saved: str | None = None,
         layered: LayeredStep | None = None,
     ):
-        """`saved` is a folder of compiled steps (see `jaxserve.saved_steps`); prompts run as `layered`, if given."""
+        """`saved` is a folder of compiled steps (see `jaxserve.saved_steps`); steps that `layered` takes run so."""
         self.step, self.params, self.pool, self.state = step, params, pool, state
         self.warm = threading.Event()  # set when every bucket is compiled
         self._groups = step.placement.groups if step.placement else 1
@@ -126,7 +126,7 @@ class DeviceRunner:
 
     def _compile(self, bucket: Bucket, options: dict[str, Any] | None = None) -> None:
         params, pages, state = jax.tree.map(_shape, (self.params, self.pool, self.state))
-        if self._layered and bucket.spread == 1 and bucket.tokens > bucket.seqs:
+        if self._layered and self._layered.takes(bucket):
             self._compiled[bucket] = self._layered.compile(params, pages, state, bucket, options)
         else:
             lowered = self.step.lower(params, pages, state, bucket)

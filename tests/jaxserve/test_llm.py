@@ -16,6 +16,7 @@ import jaxserve.llm
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.build import Built, _count_when_warm
 from jaxserve.errors import EngineError, RequestError
+from jaxserve.layered_step import BEGIN, END
 from jaxserve.metrics import Metrics
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.runner import DeviceRunner
@@ -174,7 +175,7 @@ def test_after_an_interruption_it_can_be_used_again(llm, failure, where):
 
 
 def _interrupt(patch, llm, failure, where: str) -> None:
-    """Let `failure` come in the fifth step; in the launch, when the donated pages are gone and no new ones assigned."""
+    """Let `failure` come the fifth time; in the launch, when the pages given to a program are gone for good."""
     runner, steps = llm.engine.runner, iter(range(100))
 
     def failing(function, after: bool):
@@ -194,8 +195,9 @@ def _interrupt(patch, llm, failure, where: str) -> None:
     elif where == "while reading":
         patch.setattr(llm.engine, "_advance", failing(llm.engine._advance, after=True))
     else:
-        compiled = {bucket: failing(step, after=True) for bucket, step in runner._compiled.items()}
-        patch.setattr(runner, "_compiled", compiled)
+        for step in runner._compiled.values():
+            for name in step._programs.keys() - {BEGIN, END}:
+                patch.setitem(step._programs, name, failing(step._programs[name], after=True))
 
 
 def test_logits_that_are_not_finite_are_an_error_not_a_text(tiny, llm):

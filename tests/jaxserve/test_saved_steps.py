@@ -37,8 +37,9 @@ def runner_of(built: Built) -> DeviceRunner:
 
 def save(runner: DeviceRunner, folder: Path) -> None:
     params, pool, state = jax.tree.map(_shape, (runner.params, runner.pool, runner.state))
-    for bucket, compiled in runner._compiled.items():
-        save_step(folder, runner.step.lower(params, pool, state, bucket), compiled)
+    for bucket in runner._compiled:
+        lowered = runner.step.lower(params, pool, state, bucket)
+        save_step(folder, lowered, lowered.compile())
 
 
 def answer(built: Built) -> list[int]:
