@@ -27,7 +27,7 @@ from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.placement import Placement, placement
-from jaxserve.pool import IN_8_BITS, cache_name
+from jaxserve.pool import cache_name
 from jaxserve.rebalance import Rebalancer, with_first_copies
 from jaxserve.refusals import Limits
 from jaxserve.runner import DeviceRunner
@@ -42,6 +42,7 @@ from jaxserve.weights.packing import bytes_saved
 from kv import KVCache
 from kv.events import Events
 from pallas_kernels.op import platform
+from pallas_kernels.pages import LOW_BITS
 from sharding.hosts import Follower, Leader, Lost, least
 from sharding.params import stack_layers
 
@@ -204,7 +205,7 @@ def _page(model: ModelConfig, cache_dtype: str) -> int:
     """Tokens a page holds by default. A TPU moves scales by rows of 128, and two latents share one."""
     if platform() == "cpu":
         return 16
-    return 256 if platform() == "tpu" and cache_dtype in IN_8_BITS and model.latent is not None else 128
+    return 256 if platform() == "tpu" and cache_dtype in LOW_BITS and model.latent is not None else 128
 
 
 def _keep_compiled(config: EngineConfig) -> None:

@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models import ModelConfig
-from jaxserve.pool import IN_8_BITS, layer_pages
+from jaxserve.pool import layer_pages
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.op import Op, Unfit, platform
 from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.pages import ScaledPages, latent_of
+from pallas_kernels.pages import LOW_BITS, ScaledPages, latent_of
 from sharding.mesh import TENSOR, size
 
 FP8_CAPABILITY = 8.9  # of NVIDIA GPUs: those before know no E4M3
@@ -24,7 +24,7 @@ FP8_CAPABILITY = 8.9  # of NVIDIA GPUs: those before know no E4M3
 def check_cache_kernels(config: EngineConfig, c: ModelConfig, mesh: Mesh | None) -> None:
     """ConfigError if a cache in 8 bits has no kernel for this model on the ambient platform; `config` is settled."""
     asked = config.kv_cache_dtype
-    if asked not in IN_8_BITS or platform() == "cpu":
+    if asked not in LOW_BITS or platform() == "cpu":
         return
     try:
         _check_gpu(asked)

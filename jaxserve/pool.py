@@ -9,10 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models import ModelConfig, model_for
-from pallas_kernels.pages import ScaledPages
+from pallas_kernels.pages import LOW_BITS, ScaledPages
 from sharding.rules import batch_axes, spec
 
-IN_8_BITS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 ALIASES = {"fp8": "fp8_e4m3"}
 
 
@@ -25,11 +24,11 @@ def layer_pages(c: ModelConfig, dtype: str, page_size: int, lead: tuple[int, ...
     """Shapes of [*lead] pages of `dtype`, a setting's name: an array, or `ScaledPages` with a float32 scale each."""
     model = model_for(c)
     shape = (*lead, *model.cache_shape(c, page_size))
-    if dtype not in IN_8_BITS:
+    if dtype not in LOW_BITS:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     scales = (*lead, *model.cache_scales_shape(c, page_size))
     return ScaledPages(
-        jax.ShapeDtypeStruct(shape, jnp.dtype(IN_8_BITS[dtype])), jax.ShapeDtypeStruct(scales, jnp.float32)
+        jax.ShapeDtypeStruct(shape, jnp.dtype(LOW_BITS[dtype])), jax.ShapeDtypeStruct(scales, jnp.float32)
     )
 
 
@@ -42,7 +41,7 @@ def pool_shardings(mesh: Mesh, c: ModelConfig, dtype: str, *, stacked: bool) -> 
     lead = (None, batch) if stacked else (batch,)
     model = model_for(c)
     values = NamedSharding(mesh, P(*lead, *spec(mesh, model.cache_shape(c, 16), model.cache_axes(c))))
-    if dtype not in IN_8_BITS:
+    if dtype not in LOW_BITS:
         return values
     scales = spec(mesh, model.cache_scales_shape(c, 16), model.cache_scales_axes(c))
     layer = ScaledPages(values, NamedSharding(mesh, P(*lead, *scales)))

@@ -2,6 +2,9 @@
 
 A row is what one token left in one layer: keys and values side by side [K, 2H], or a latent with its rope key [C + R].
 Rows know nothing of pages, so the two pools may differ in page size, data type and in how they are divided.
+
+Rows of a cache with scales travel as bytes: the codes of a head, or of a latent, and then its float32 scales. They
+become the receiver's as they are. Plain rows for such a cache are quantised by who sends them, as `page_write` would.
 """
 
 from functools import partial
@@ -12,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.pages import unpacked
+from pallas_kernels.pages import LOW_BITS, ScaledPages, ScaledRows, plain_and_scales, quantise_rows, unpacked
 from sharding.kernels import page_write
 
+PLAIN = ("float32", "bfloat16", "float16")  # data types of caches without scales
 SIZES = (16, 64, 256)  # rows of a block: few programs, compiled once
 MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)  # odd, as in xxHash
 
@@ -50,19 +54,29 @@ def places(
 @partial(jax.jit, static_argnames=("latent", "dtype"))
 def take(pool: Any, places: Array, *, latent: bool, dtype: str) -> tuple[tuple[Array, ...], Array]:
     """(each layer's rows at `places`, uint32 [L, 2] checksums of them), in the data type in which they travel."""
-    layers = pool if isinstance(pool, tuple) else tuple(pool[i] for i in range(len(pool)))
-    rows = tuple(_rows_at(pages, places, latent).astype(dtype) for pages in layers)
+    rows = tuple(_travelling(_rows_at(pages, places, latent), dtype) for pages in _layers(pool))
     return rows, jnp.stack([checksum(layer) for layer in rows])
 
 
 def put(pool: Any, rows: tuple[Array, ...], places: Array | np.ndarray) -> Any:
     """The pool with each layer's rows at `places`, in the pool's data type; donate it, and nothing is copied."""
     places = jnp.asarray(places)
-    if isinstance(pool, tuple):
-        return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, rows, strict=True))
-    for i, layer in enumerate(rows):
+    stacked = type(pool) is not tuple
+    values, scales = plain_and_scales(pool if stacked else pool[0])
+    kept = rows if scales is None else [_codes_and_scales(layer, values.dtype) for layer in rows]
+    if not stacked:
+        return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, kept, strict=True))
+    for i, layer in enumerate(kept):
         pool = page_write(pool, layer, places, layer=jnp.int32(i))
     return pool
+
+
+def _layers(pool: Any) -> tuple[Any, ...]:
+    """The pages of each layer, of a tuple of them or of their stack."""
+    if type(pool) is tuple:  # `ScaledPages` are tuples of another type
+        return pool
+    count = jax.tree.leaves(pool)[0].shape[0]
+    return tuple(jax.tree.map(lambda x, i=i: x[i], pool) for i in range(count))
 
 
 checksums = jax.jit(lambda rows: jnp.stack([checksum(layer) for layer in rows]))
@@ -78,8 +92,28 @@ def checksum(rows: Array) -> Array:
 
 
 def wire_dtype(sender: str, receiver: str) -> str:
-    """The smaller one: what the receiver would drop need not travel, and what the sender lacks cannot."""
+    """The cache's data type in which rows travel; ValueError if those of `sender` cannot become those of `receiver`.
+
+    Of plain types it is the smaller one: what the receiver would drop need not travel, and what the sender lacks
+    cannot.
+    """
+    if receiver in LOW_BITS and sender in (receiver, *PLAIN):
+        return receiver
+    if sender in LOW_BITS:
+        raise ValueError(
+            f"rows of a cache of {sender} cannot become rows of {receiver}: what was rounded for one cache would go on "
+            "in another, to tokens that neither worker alone would say; give both the same --kv-cache-dtype, or a "
+            "plain one to the worker that computes prompts"
+        )
     return min(sender, receiver, key=lambda name: jnp.dtype(name).itemsize)
+
+
+def row_form(row: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    """How a row of this shape travels in the cache's data type `dtype`."""
+    if dtype not in LOW_BITS:
+        return jax.ShapeDtypeStruct(row, jnp.dtype(dtype))
+    rows = jax.eval_shape(partial(_travelling, dtype=dtype), jax.ShapeDtypeStruct((1, *row), jnp.float32))
+    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
 
 def row_shape(page_shape: tuple[int, ...], latent: bool) -> tuple[int, ...]:
@@ -90,10 +124,38 @@ def row_shape(page_shape: tuple[int, ...], latent: bool) -> tuple[int, ...]:
     return (page_shape[0], page_shape[2])
 
 
-def _rows_at(pages: Array, places: Array, latent: bool) -> Array:
+def _travelling(rows: Array | ScaledRows, dtype: str) -> Array:
+    """Rows in the form in which those of a cache of `dtype` travel."""
+    if dtype not in LOW_BITS:
+        assert not isinstance(rows, ScaledRows)
+        return rows.astype(dtype)
+    values, scales = quantise_rows(rows, LOW_BITS[dtype])
+    values = lax.bitcast_convert_type(values, jnp.uint8)
+    scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*values.shape[:-1], -1)
+    return jnp.concatenate([values, scales], axis=-1)
+
+
+def _codes_and_scales(rows: Array, dtype: Any) -> ScaledRows:
+    """The inverse, of bytes for pages that hold `dtype`."""
+    scales = (1,) if rows.ndim == 2 else (rows.shape[1], 2)  # of a latent, or of each head
+    width = rows.shape[-1] - 4 * scales[-1]
+    found = lax.bitcast_convert_type(rows[..., width:].reshape(-1, *scales, 4), jnp.float32)
+    return ScaledRows(
+        lax.bitcast_convert_type(rows[..., :width], dtype), found[:, 0] if rows.ndim == 2 else found
+    )
+
+
+def _rows_at(pages: Array | ScaledPages, places: Array, latent: bool) -> Array | ScaledRows:
+    values, scales = plain_and_scales(pages)
+    size = (2 if latent else 1) * values.shape[-2]
+    page, at = places // size, places % size
     if latent:
-        size = 2 * pages.shape[-2]
-        values = jnp.concatenate(unpacked(pages[places // size]), axis=-1)
-        return jnp.take_along_axis(values, (places % size)[:, None, None], axis=1)[:, 0]
-    size = pages.shape[-2]
-    return pages[places // size, :, places % size]
+        packed = jnp.concatenate(unpacked(values[page]), axis=-1)
+        rows = jnp.take_along_axis(packed, at[:, None, None], axis=1)[:, 0]
+    else:
+        rows = values[page, :, at]
+    if scales is None:
+        return rows
+    return ScaledRows(
+        rows, scales[page, at % 2, at // 2] if latent else jnp.swapaxes(scales[page, :, :, at], 1, 2)
+    )

@@ -16,6 +16,8 @@ from jax import Array
 
 LANES = 128
 ROPE = 64
+# What pages with scales hold, by the name of the cache's data type.
+LOW_BITS = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 
 
 class ScaledPages(NamedTuple):
@@ -25,9 +27,16 @@ class ScaledPages(NamedTuple):
     scales: Any  # float32, one for each token's key and value of a head, or for each latent and its rope
 
 
+class ScaledRows(NamedTuple):
+    """Rows of tokens as such pages keep them, not yet in their places."""
+
+    values: Any  # [T, K, 2H] or [T, C + 64], of the pages' type
+    scales: Any  # float32 [T, K, 2] or [T]
+
+
 def plain_and_scales(pages: Any) -> tuple[Any, Any]:
-    """The stored values, and their scales or None; of arrays or of shapes."""
-    return pages if isinstance(pages, ScaledPages) else (pages, None)
+    """The stored values, and their scales or None; of pages or rows, or of their shapes."""
+    return pages if isinstance(pages, ScaledPages | ScaledRows) else (pages, None)
 
 
 def quantise(values: Array, dtype) -> tuple[Array, Array]:
@@ -44,13 +53,20 @@ def quantise(values: Array, dtype) -> tuple[Array, Array]:
     return jnp.where(small == 0, jnp.zeros_like(small), small), scales
 
 
-def quantise_rows(rows: Array, dtype) -> tuple[Array, Array]:
-    """Rows [T, K, 2H] with scales [T, K, 2], or rows [T, C + 64] with scales [T]."""
+def quantise_rows(rows: Array | ScaledRows, dtype) -> ScaledRows:
+    """Rows [T, K, 2H] or [T, C + 64] as pages of `dtype` keep them; those that are so already stay as they are."""
+    if isinstance(rows, ScaledRows):
+        return rows
     if rows.ndim == 2:
-        return quantise(rows, dtype)
+        return ScaledRows(*quantise(rows, dtype))
     (t, k, w) = rows.shape
     small, scales = quantise(rows.reshape(t, k, 2, w // 2), dtype)
-    return small.reshape(rows.shape), scales
+    return ScaledRows(small.reshape(rows.shape), scales)
+
+
+def is_latent(rows: Array | ScaledRows) -> bool:
+    """Whether rows are latents with their rope keys: these have no heads."""
+    return plain_and_scales(rows)[0].ndim == 2
 
 
 def as_kept(pages: Any, rows: Array) -> Array:

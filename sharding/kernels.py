@@ -19,7 +19,7 @@ from pallas_kernels import mla_attention as latents
 from pallas_kernels import page_write as page_writing
 from pallas_kernels import paged_attention as paging
 from pallas_kernels.formats import QTensor
-from pallas_kernels.pages import ScaledPages
+from pallas_kernels.pages import ScaledPages, ScaledRows, is_latent
 from sharding.mesh import TENSOR
 from sharding.rules import OVER
 
@@ -62,13 +62,13 @@ def mla_attention(
 
 def page_write(
     pages: Array | ScaledPages,
-    rows: Float[Array, "T K W"] | Float[Array, "T W"],
+    rows: Float[Array, "T K W"] | Float[Array, "T W"] | ScaledRows,
     places: Int[Array, "T"],
     *,
     layer: Int[Array, ""] | None = None,
 ) -> Array | ScaledPages:
     """See `pallas_kernels.page_write`. Latents, which have no heads, are kept by every device."""
-    latent = rows.ndim == 2
+    latent = is_latent(rows)
     spec = P() if latent else kv_heads_spec(pages)
     specs = (spec, P() if latent else P(None, divided(TENSOR[:1])), P())
     return everywhere(

@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxserve.handover.messages import Incompatible
 from jaxserve.models import ModelConfig
-from kv.wire import checksum
+from kv import wire
+from pallas_kernels.pages import LOW_BITS
 
 PROTOCOL = 1
-TRAVELS = ("float32", "bfloat16", "float16")  # data types of caches whose rows can be handed over
+TRAVELS = (*wire.PLAIN, *LOW_BITS)  # data types of caches whose rows can be handed over
 EQUAL = ("protocol", "model", "layers", "row")  # what a pair must agree in, and the release of jaxserve
 
 
@@ -62,6 +63,10 @@ class Handshake:
         for dtype in (self.dtype, other.dtype):
             if dtype not in TRAVELS:
                 raise Incompatible(f"dtype {dtype!r} cannot be handed over; use one of {', '.join(TRAVELS)}")
+        try:
+            wire.wire_dtype(other.dtype, self.dtype)
+        except ValueError as why:
+            raise Incompatible(str(why)) from why
         ours, theirs = self.versions["jaxserve"], other.versions["jaxserve"]
         if ours != theirs:
             raise Incompatible(f"jaxserve is {ours} here and {theirs} there; run the same release")
@@ -97,4 +102,4 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
 def _checksum(leaf: jax.Array) -> jax.Array:
     if leaf.dtype in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn, jnp.bool_):
         leaf = leaf.astype(jnp.float32)
-    return checksum(leaf)
+    return wire.checksum(leaf)

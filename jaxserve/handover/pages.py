@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.handover.handshake import TRAVELS
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.runner import DeviceRunner
 from jaxserve.sequence import Sequence
@@ -33,34 +32,31 @@ class EnginePages:
             )
         if engine.config.prefill_context_parallel_size > 1:
             raise ConfigError("prompts spread over devices cannot be handed over yet; leave --role out")
-        if engine.config.kv_cache_dtype not in TRAVELS:
-            raise ConfigError(
-                f"a cache of {engine.config.kv_cache_dtype} cannot be handed over yet; use one of {', '.join(TRAVELS)}"
-            )
         self._runner, self._scheduler = engine.runner, engine.scheduler
         self.page_size = engine.config.block_size
+        self._dtype = engine.config.kv_cache_dtype
         self.latent = model.latent is not None
         self.layers = model.num_layers
         self.row = wire.row_shape(model_for(model).cache_shape(model, self.page_size), self.latent)
         placement = engine.runner.step.placement
         self._mesh = placement.mesh if placement else None
-        self._heads = placement.pool.spec[-3] if placement else None
+        self._heads = jax.tree.leaves(placement.pool)[0].spec[-3] if placement else None
         stays = jax.tree.map(lambda pages: pages.sharding, engine.runner.pool) if placement else None
         self._put = jax.jit(wire.put, donate_argnums=0, out_shardings=stays)
         leaf = jax.tree.leaves(engine.runner.pool)[0]
-        pages = leaf.shape[0] if isinstance(engine.runner.pool, tuple) else leaf.shape[1]
+        pages = leaf.shape[0] if type(engine.runner.pool) is tuple else leaf.shape[1]
         self._pages_each = pages // len(self._caches())
-        row_bytes = self.layers * math.prod(self.row) * leaf.dtype.itemsize
+        row = wire.row_form(self.row, self._dtype)
+        row_bytes = self.layers * math.prod(row.shape) * row.dtype.itemsize
         weights = sum(weight.nbytes for weight in jax.tree.leaves(engine.runner.params))
         self.block_size = wire.block_size(row_bytes, weights)
 
     def warm(self) -> None:
         """Compile what moves blocks of every size in the cache's own data type; only the padding page changes."""
-        dtype = str(jax.tree.leaves(self._runner.pool)[0].dtype)
         for size in wire.SIZES:
             at = np.arange(size, dtype=np.int32) % self.page_size
             with self._within():
-                rows, _ = wire.take(self._runner.pool, at, latent=self.latent, dtype=dtype)
+                rows, _ = wire.take(self._runner.pool, at, latent=self.latent, dtype=self._dtype)
             rows = self.assembled([self.split(layer) for layer in rows])
             wire.checksums(rows)
             self.write(rows, at)

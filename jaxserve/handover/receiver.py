@@ -209,9 +209,12 @@ class Receiver:
     def _fetched(self, block: Block, transfer: _Transfer) -> tuple[tuple[jax.Array, ...], int]:
         """(each layer's rows, bytes), their checksums verified on the device."""
         ours = self.handshake
-        heads, *width = ours.row
+        if block.dtype != wire.wire_dtype(transfer.theirs.dtype, ours.dtype):
+            raise HandoverFailed("corrupt", f"block {block.number} has rows of {block.dtype}")
+        row = wire.row_form(ours.row, block.dtype)
+        heads, *width = row.shape
         shape = (block.rows, heads // block.pieces, *width)
-        wanted = [jax.ShapeDtypeStruct(shape, block.dtype)] * (ours.layers * block.pieces)
+        wanted = [jax.ShapeDtypeStruct(shape, row.dtype)] * (ours.layers * block.pieces)
         address = transfer.theirs.transfer[transfer.link]
         arrays = self._links[transfer.link].fetch(address, block.ticket, wanted, self._timeout)
         n = block.pieces

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.op import Unfit
-from pallas_kernels.pages import LANES, ROPE, ScaledPages, plain_and_scales, quantise
+from pallas_kernels.pages import LANES, ROPE, ScaledPages, is_latent, plain_and_scales, quantise_rows
 from pallas_kernels.triton_limits import check_addresses, layer_index
 
 ONE_WARP = 2048  # bytes that a warp copies: four 16-byte accesses of each of its threads
@@ -22,17 +22,14 @@ def page_write(pages, rows, places, *, layer=None):
     """See `reference.page_write`. Refused: a cache beyond Triton's offsets, rope keys that are not 64 wide."""
     values, scales = plain_and_scales(pages)
     check_addresses(pages=values)
-    latents = rows.ndim == 2
+    latents = is_latent(rows)
     if latents and values.shape[-1] != LANES:
         raise Unfit(f"rope keys of {values.shape[-1] // 2} values: {ROPE} are what pages are made for")
     if scales is None:
         kept = (rows.astype(values.dtype),)
-    elif latents:
-        kept = quantise(rows, values.dtype)
     else:
-        t, k, width = rows.shape
-        codes, found = quantise(rows.reshape(t, k, 2, width // 2), values.dtype)
-        kept = (codes.reshape(rows.shape), jnp.swapaxes(found, 1, 2))
+        codes, found = quantise_rows(rows, values.dtype)
+        kept = (codes, found if latents else jnp.swapaxes(found, 1, 2))
     into = (values,) if scales is None else (values, scales)
     out = _launch(_body_of_latents if latents else _body_of_heads, kept, into, places, layer)
     return out[0] if scales is None else ScaledPages(*out)

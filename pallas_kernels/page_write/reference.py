@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.pages import ScaledPages, plain_and_scales, quantise_rows
+from pallas_kernels.pages import ScaledPages, ScaledRows, is_latent, plain_and_scales, quantise_rows
 
 
 def page_write(
     pages: Array | ScaledPages,
-    rows: Float[Array, "T K W"] | Float[Array, "T W"],
+    rows: Float[Array, "T K W"] | Float[Array, "T W"] | ScaledRows,
     places: Int[Array, "T"],
     *,
     layer: Int[Array, ""] | None = None,
@@ -21,15 +21,16 @@ def page_write(
     Rows [T, K, 2H] are keys and values side by side, for pages [*L, pages, K, page_size, 2H]. Rows [T, C + 64] are
     latents followed by rope keys, for pages [*L, pages, 2 * C/128 + 1, page_size/2, 128] in which two tokens share a
     row (`pallas_kernels.pages`). `ScaledPages` take the rows in 8 bits, with a scale for every token's key and value
-    of a head, or for every latent with its rope key.
+    of a head, or for every latent with its rope key; `ScaledRows`, which have these already, are kept as they are.
 
     Donate `pages`, and nothing is copied. Rows of one page come one after the other, as their places do. Places may
     repeat only where the content does not matter (padding goes to page 0). With `layer`, `pages` is the stack of
     all layers' pages, and this layer's are written.
     """
     values, scales = plain_and_scales(pages)
-    put = _put_latents if rows.ndim == 2 else _put_heads
+    put = _put_latents if is_latent(rows) else _put_heads
     if scales is None:
+        assert not isinstance(rows, ScaledRows)
         return put(values, None, rows.astype(values.dtype), None, places, layer)[0]
     small, found = quantise_rows(rows, values.dtype)
     if values.dtype == jnp.int8:

@@ -19,7 +19,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import chip
 from pallas_kernels.op import Unfit
 from pallas_kernels.page_write import tpu_merge
-from pallas_kernels.pages import LANES, ROPE, ScaledPages, latent_of, plain_and_scales, quantise_rows
+from pallas_kernels.pages import (
+    LANES,
+    ROPE,
+    ScaledPages,
+    is_latent,
+    latent_of,
+    plain_and_scales,
+    quantise_rows,
+)
 
 SLOTS = 8  # runs in flight: enough to hide the latency of reading and of writing 64 KB
 AHEAD = SLOTS // 2
@@ -38,11 +46,12 @@ class Static(NamedTuple):
 def page_write(pages, rows, places, *, layer=None):
     """See `reference.page_write`. Heads that keep 128 values or a multiple; pages of 16 tokens (float32: 8) or more."""
     values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
-    per_row = 2 if rows.ndim == 2 else 1
+    per_row = 2 if is_latent(rows) else 1
     page = values.shape[-2] * per_row
-    _check(values, scales, rows, page, per_row)
+    found: Any = None
     if scales is not None:
         rows, found = quantise_rows(rows, values.dtype)
+    _check(values, scales, rows, page, per_row)
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     values_out = _write_values(values, rows.astype(values.dtype), places, layer, per_row)
     if scales is None:

@@ -11,7 +11,6 @@ from jaxserve.build import settled
 from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.handover.pages import EnginePages
 from jaxserve.models import ModelConfig
 from jaxserve.plan.model import read_config
 from jaxserve.request import Request
@@ -119,13 +118,6 @@ def test_a_token_of_fp8_latents_takes_576_bytes_and_a_scale():
     for dtype, token in (("fp8", 576 + 4), ("int8", 576 + 4), ("bfloat16", 2 * 576)):
         settings = settled(EngineConfig("m", dtype="bfloat16", kv_cache_dtype=dtype, block_size=64), config)
         assert Arrays(settings, config, {}, True).page_bytes == 61 * 64 * token
-
-
-@pytest.mark.usefixtures("compiled_in_little_time")
-def test_pages_in_eight_bits_are_not_handed_over(golden):
-    built = golden("deepseek_v3", kv_cache_dtype="fp8", **SMALL)
-    with pytest.raises(ConfigError, match="a cache of fp8_e4m3 cannot be handed over"):
-        EnginePages(built.engine, built.model_config)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kv import wire
-from pallas_kernels.pages import latent_page
+from pallas_kernels.page_write import page_write
+from pallas_kernels.pages import LOW_BITS, ScaledPages, latent_page, plain_and_scales
 
 START, COUNT, ROWS = 2, 14, 16  # of a sequence's tokens; two rows are padding
 
@@ -29,6 +30,41 @@ def test_rows_survive_another_page_size_and_form(latent, stacked):
     for sent, got in zip(rows, found, strict=True):
         np.testing.assert_array_equal(sent[:COUNT], got[:COUNT])
     np.testing.assert_array_equal(wire.checksums(rows), sums)
+
+
+def low_bits(latent: bool, page_size: int, cache: str, stacked: bool):
+    """Two layers of empty pages with scales."""
+    page = latent_page(32, page_size, 16) if latent else (3, page_size, 16)
+    scales = (2, page_size // 2) if latent else (2, 3, page_size)
+    layer = ScaledPages(jnp.zeros((9, *page), LOW_BITS[cache]), jnp.zeros((9, *scales)))
+    return jax.tree.map(lambda x: jnp.stack([x, x]), layer) if stacked else (layer, layer)
+
+
+@pytest.mark.parametrize("cache", LOW_BITS)
+@pytest.mark.parametrize("latent", [False, True])
+def test_rows_are_quantised_on_the_way_as_page_write_does_and_then_travel_as_they_are(latent, cache):
+    plain = pool(latent, 8, "float32", False)
+    at = wire.places([3, 5], 8, START, COUNT, ROWS)
+    there = wire.places([4], 16, START, COUNT, ROWS)
+    rows, _ = wire.take(plain, at, latent=latent, dtype="float32")
+    written = [
+        page_write(layer, row, jnp.asarray(there))
+        for layer, row in zip(low_bits(latent, 16, cache, False), rows, strict=True)
+    ]
+    small, sums = wire.take(plain, at, latent=latent, dtype=cache)
+    assert small[0].dtype == jnp.uint8 and small[0].shape[1:] == wire.row_form(rows[0].shape[1:], cache).shape
+    arrived = wire.put(low_bits(latent, 16, cache, False), small, there)
+    np.testing.assert_array_equal(wire.checksums(small), sums)
+    for got, wanted in zip(arrived, written, strict=True):
+        for ours, theirs in zip(plain_and_scales(got), plain_and_scales(wanted), strict=True):
+            ours, theirs = (np.asarray(x)[1:].view(np.uint8) for x in (ours, theirs))  # without the padding
+            np.testing.assert_array_equal(ours, theirs)
+    stack = wire.put(
+        low_bits(latent, 8, cache, True), wire.take(arrived, there, latent=latent, dtype=cache)[0], at
+    )
+    back, _ = wire.take(stack, at, latent=latent, dtype=cache)
+    for sent, got in zip(small, back, strict=True):
+        np.testing.assert_array_equal(sent[:COUNT], got[:COUNT])
 
 
 def test_a_place_is_a_token_of_a_page_and_padding_goes_to_page_0():
@@ -62,5 +98,17 @@ def test_a_checksum_sees_a_flipped_bit_a_swap_and_a_missing_row(dtype):
         assert wire.checksum(other).tolist() != whole
 
 
-def test_the_smaller_data_type_travels():
+def test_a_checksum_sees_another_scale():
+    plain = pool(True, 8, "float32", False)
+    rows, sums = wire.take(plain, np.arange(ROWS, dtype=np.int32), latent=True, dtype="int8")
+    other = np.array(rows[0])
+    other[3, -1] ^= 1  # the scale's sign, exponent or mantissa
+    assert wire.checksum(jnp.asarray(other)).tolist() != sums[0].tolist()
+
+
+def test_the_smaller_data_type_travels_and_nothing_is_rounded_twice():
     assert wire.wire_dtype("float32", "bfloat16") == wire.wire_dtype("bfloat16", "float32") == "bfloat16"
+    assert wire.wire_dtype("bfloat16", "int8") == wire.wire_dtype("int8", "int8") == "int8"
+    for receiver in ("bfloat16", "fp8_e4m3"):
+        with pytest.raises(ValueError, match=f"of int8 cannot become rows of {receiver}"):
+            wire.wire_dtype("int8", receiver)
