@@ -10,7 +10,7 @@ from jaxserve.expert_loads import no_loads
 from jaxserve.memory import elements, params_bytes
 from jaxserve.models import ModelConfig
 from jaxserve.placement import Placement
-from jaxserve.pool import layer_pages, zeros
+from jaxserve.pool import layer_pages, pool_layers, zeros
 from jaxserve.sampling.state import SlotState, new_state
 
 
@@ -51,7 +51,8 @@ class Arrays:
 
     def pool_shapes(self, num_pages: int) -> Any:
         """The pool's shapes and shardings, so many pages for each group of devices; one array, or one a layer."""
-        layers, pages = self.model.num_layers, self._groups * num_pages
+        layers = pool_layers(self.placement.mesh if self.placement else None, self.model)
+        pages = self._groups * num_pages
         lead = (layers, pages) if self.stacked else (pages,)
         shapes = layer_pages(self.model, self.config.kv_cache_dtype, self.config.block_size, lead)
         shapes = shapes if self.stacked else (shapes,) * layers

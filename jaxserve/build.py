@@ -82,13 +82,13 @@ def build(
     mesh = mesh_for(config, model_config)
     model_config = with_slots(config, with_dispatch(config, model_config, mesh), mesh)
     params = model_for(model_config).params(model_config)
-    stacked = platform() != "cpu"  # where scanning a stack of layers copies nothing
+    low_bit = platform() != "cpu"  # where their products are fast, and where scanning a stack copies nothing
+    stacked = low_bit or config.pipeline_parallel_size > 1
     if stacked:
         params["layers"] = stack_layers(params["layers"])
     check_cache_kernels(config, model_config, mesh)
     cache = config.kv_cache_dtype
     where = placement(mesh, model_config, params, stacked=stacked, cache_dtype=cache) if mesh else None
-    low_bit = stacked  # on a CPU no product of low-bit weights is fast
     saved = bytes_saved(params, checkpoint, config.dtype, where and where.params) if low_bit else 0
     arrays = Arrays(config, model_config, params, stacked, where, saved)
     other_bytes, longest = arrays.weight_bytes + arrays.state_bytes, model_config.max_model_len

@@ -54,6 +54,11 @@ class EngineConfig:
         "devices that share every layer: heads, feed-forward and vocabulary",
         aliases=("-tp", "--tp-size", "--tp"),
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages: groups of devices that have some of the layers each, and hand on what they computed",
+        aliases=("-pp", "--pp-size"),
+    )
     data_parallel_size: int = setting(
         1,
         "groups of devices with sequences and cache of their own; limits on sequences and tokens are for each of them",
@@ -140,6 +145,7 @@ class EngineConfig:
         for name in (
             "max_model_len",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "data_parallel_size",
             "prefill_context_parallel_size",
             "expert_parallel_size",

@@ -12,7 +12,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.pool import pool_shardings
 from jaxserve.sampling.state import SlotState
 from sharding.mesh import BATCH, CONTEXT, TENSOR, size
-from sharding.rules import batch_axes, only, param_shardings, present
+from sharding.rules import batch_axes, only, param_shardings, present, step_axes
 
 VOCAB_WIDE = ("marks", "bias")  # of the sampler's state: a column for each token of the vocabulary
 
@@ -45,8 +45,8 @@ class Placement:
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     def inside(self, shardings: Any) -> Any:
-        """The specs of a tree of shardings for a `shard_map` over the groups."""
-        axes = batch_axes(self.mesh)
+        """The specs of a tree of shardings for a `shard_map` over stages and groups."""
+        axes = step_axes(self.mesh)
         return jax.tree.map(lambda s: only(s.spec, axes), shardings)
 
 

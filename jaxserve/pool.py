@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models import ModelConfig, model_for
 from pallas_kernels.pages import LOW_BITS, ScaledPages
-from sharding.rules import batch_axes, spec
+from sharding.mesh import STAGE, size
+from sharding.rules import batch_axes, present, spec
 
 ALIASES = {"fp8": "fp8_e4m3"}
 
@@ -35,10 +36,10 @@ def layer_pages(c: ModelConfig, dtype: str, page_size: int, lead: tuple[int, ...
 def pool_shardings(mesh: Mesh, c: ModelConfig, dtype: str, *, stacked: bool) -> Any:
     """One sharding for all pages, or a tree of them like the pool where pages have scales.
 
-    Each group of devices has pages of its own; kv heads are divided.
+    Each group of devices has pages of its own; kv heads are divided, and stacked layers over stages (`pool_layers`).
     """
     batch = batch_axes(mesh) or None
-    lead = (None, batch) if stacked else (batch,)
+    lead = (present(mesh, (STAGE,)) or None, batch) if stacked else (batch,)
     model = model_for(c)
     values = NamedSharding(mesh, P(*lead, *spec(mesh, model.cache_shape(c, 16), model.cache_axes(c))))
     if dtype not in LOW_BITS:
@@ -46,6 +47,12 @@ def pool_shardings(mesh: Mesh, c: ModelConfig, dtype: str, *, stacked: bool) -> 
     scales = spec(mesh, model.cache_scales_shape(c, 16), model.cache_scales_axes(c))
     layer = ScaledPages(values, NamedSharding(mesh, P(*lead, *scales)))
     return layer if stacked else (layer,) * c.num_layers
+
+
+def pool_layers(mesh: Mesh | None, c: ModelConfig) -> int:
+    """Layers of pages in all stages together: those that are not divided are in each of them."""
+    stages = size(mesh, (STAGE,)) if mesh else 1
+    return stages * (c.num_layers - c.alike) + c.alike
 
 
 def zeros(shapes: Any) -> Any:

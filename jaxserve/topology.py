@@ -83,18 +83,22 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
     """How the settings divide the devices, whether that fits or not."""
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
     context, ways = config.prefill_context_parallel_size, config.expert_parallel_size
+    stages = config.pipeline_parallel_size
     if context > 1:
         _check_context(model)
+    if stages > 1:
+        _check_stages(config)
     if ways is None:
         if not config.enable_expert_parallel:
-            return Topology(data=data, tensor=tensor, context=context)
+            return Topology(data=data, tensor=tensor, context=context, stage=stages)
         ways = data * tensor * context
     sizes = model_sizes(model)
     if not sizes.experts:
         raise ConfigError(
             f"{model.name} has no experts to divide; leave enable_expert_parallel and expert_parallel_size out"
         )
-    found = {topology.expert_devices(sizes): topology for topology in _with_experts(data, tensor, context)}
+    able = [Topology(data // n, n, tensor, context, stages) for n in range(1, data + 1) if data % n == 0]
+    found = {topology.expert_devices(sizes): topology for topology in able}
     if ways not in found:
         possible = ", ".join(str(n) for n in sorted(found) if n)
         raise ConfigError(
@@ -103,10 +107,6 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
             f"{possible or 1}, or change the others"
         )
     return found[ways]
-
-
-def _with_experts(data: int, tensor: int, context: int) -> list[Topology]:
-    return [Topology(data // n, n, tensor, context) for n in range(1, data + 1) if data % n == 0]
 
 
 def _check_context(model: ModelConfig) -> None:
@@ -121,6 +121,17 @@ def _check_context(model: ModelConfig) -> None:
         )
 
 
+def _check_stages(config: EngineConfig) -> None:
+    found = {
+        "prefill_context_parallel_size": config.prefill_context_parallel_size > 1, "enable_eplb": config.enable_eplb,
+    }  # fmt: skip
+    if any(found.values()):
+        names = " and ".join(name for name, there in found.items() if there)
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} and {names} do not go together; leave one out"
+        )
+
+
 def model_sizes(c: ModelConfig) -> ModelSizes:
     """What of the model can be divided over devices."""
     experts, ffn = 0, c.ffn_size
@@ -128,4 +139,4 @@ def model_sizes(c: ModelConfig) -> ModelSizes:
         experts = c.mixture.routing.experts
         ffn = math.gcd(ffn, c.mixture.ffn_size, c.mixture.shared_ffn_size)
     latent = c.latent is not None
-    return ModelSizes(c.name, c.heads, c.kv_heads, ffn, c.vocab_size, experts, latent)
+    return ModelSizes(c.name, c.heads, c.kv_heads, ffn, c.vocab_size, experts, latent, c.alike)

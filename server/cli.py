@@ -17,9 +17,9 @@ from server.flags import Parser, add_flags, add_foreign_flags, config_from, inte
 _OF_A_MODEL = ("served_model_name", "sse_keep_alive_interval")  # settings that a router leaves to its workers
 _OF_A_PLAN = (  # settings of an engine that a plan depends on
     "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel",
-    "expert_parallel_size", "expert_capacity_factor", "expert_dispatch_dtype", "gpu_memory_utilization",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+    "enable_expert_parallel", "expert_parallel_size", "expert_capacity_factor", "expert_dispatch_dtype",
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
 )  # fmt: skip
 _MODEL_HELP = "a folder, a .gguf file, a hub name, or demo:smollm2 (the small model of the demo extra)"
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 # Outermost first: what may cross the slow network between hosts or slices, down to what talks in every layer.
-DATA, EXPERT, CONTEXT = "data", "expert", "context"
+STAGE, DATA, EXPERT, CONTEXT = "stage", "data", "expert", "context"
 TENSOR = ("tensor", "copy")  # devices along "copy" have the same kv heads, and different query heads
 BATCH = (DATA, EXPERT, CONTEXT)  # every device along these has sequences of its own
-AXES = (DATA, EXPERT, CONTEXT, *TENSOR)
-CROSSING = (DATA, EXPERT)  # axes that may be laid over the slow network
+AXES = (STAGE, DATA, EXPERT, CONTEXT, *TENSOR)
+CROSSING = (STAGE, DATA, EXPERT)  # axes that may be laid over the slow network
 
 
 class Misfit(Exception):
@@ -33,6 +34,7 @@ class ModelSizes:
     vocab: int
     experts: int = 0
     latent: bool = False  # one key for all heads (MLA): it is never divided
+    layers: int = 1  # the last ones that are alike: these are divided over stages
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Topology:
     expert: int | None = None  # sequences of its own for each, and a share of the experts
     tensor: int = 1  # over heads, feed-forward and vocabulary
     context: int = 1  # sequences of its own for each, but a long prompt is computed by all of them
+    stage: int = 1  # parts of the layers, which rows of a step pass one after the other
 
     def __post_init__(self):
         wrong = [
@@ -84,7 +87,7 @@ class Topology:
         if len(devices) < self.devices:
             raise Misfit(self._too_few(len(devices), model))
         heads = math.gcd(self.tensor, 1 if model.latent else model.kv_heads)
-        numbers = (self.data, self.expert or 1, self.context, heads, self.tensor // heads)
+        numbers = (self.stage, self.data, self.expert or 1, self.context, heads, self.tensor // heads)
         sizes: dict[str, int] = dict(zip(AXES, numbers, strict=True))
         grid = placed(sizes, devices[: self.devices])
         names = [n for n in AXES if sizes[n] > 1 or (n == EXPERT and self.expert is not None)]
@@ -109,15 +112,18 @@ class Topology:
         return sorted(fitting, key=distance)[:most]
 
     def _neighbours(self, model: ModelSizes) -> Iterator["Topology"]:
-        for tensor in (n for n in range(1, 2 * max(self.tensor, model.kv_heads) + 1) if model.heads % n == 0):
-            spread = max(self.devices // (tensor * self.context), 1)
+        stages = [n for n in range(1, 2 * self.stage) if model.layers % n == 0]
+        tensors = [n for n in range(1, 2 * max(self.tensor, model.kv_heads) + 1) if model.heads % n == 0]
+        for stage, tensor in product(stages, tensors):
+            spread = max(self.devices // (stage * tensor * self.context), 1)
+            changed = replace(self, stage=stage, tensor=tensor)
             if self.expert is None or not model.experts:
                 for data in {self.data * (self.expert or 1), spread}:
-                    yield replace(self, data=data, expert=None, tensor=tensor)
+                    yield replace(changed, data=data, expert=None)
                 continue
             for expert in range(1, 2 * self.expert * self.tensor + 1):
                 for data in {self.data, max(spread // expert, 1)}:
-                    yield replace(self, data=data, expert=expert, tensor=tensor)
+                    yield replace(changed, data=data, expert=expert)
 
     def _problems(self, model: ModelSizes) -> Iterator[str]:
         t, kv = self.tensor, model.kv_heads
@@ -137,6 +143,12 @@ class Topology:
             )
         if model.ffn % t:
             yield f"tensor={t} does not divide its feed-forward size of {model.ffn}"
+        if model.layers % self.stage:
+            able = [str(n) for n in range(2, model.layers + 1) if model.layers % n == 0]
+            yield (
+                f"stage={self.stage} does not divide its {model.layers} layers that are alike; "
+                f"{' or '.join(able) or 'nothing'} does"
+            )
 
     def expert_devices(self, model: ModelSizes) -> int:
         """Over how many devices whole experts are divided; 0 if they cannot be."""

@@ -29,7 +29,7 @@ class Param:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # "heads", "kv_heads", "ffn", "vocab", "experts" or None: one a dimension
+    axes: tuple[str | None, ...]  # each dimension's: heads, kv_heads, ffn, vocab, experts, layers or None
     source: str | tuple[str, ...]  # the tensor's name in the checkpoint
     optional: bool = False  # may be absent in the checkpoint: the leaf is None then
     swapped: bool = False  # stored as [..., in, out]
@@ -85,9 +85,16 @@ class Param:
 
 
 def stack_layers(layers: Sequence[Any]) -> list[Any]:
-    """Neighbouring layers of equal structure as one tree each: every weight is one array [L, ...], read into place."""
-    runs = groupby(layers, key=_structure)
-    return [jax.tree.map(_stack, *run) for _, run in runs]
+    """Neighbouring layers of equal structure as one tree each: every weight is one array [L, ...], read into place.
+
+    The last tree's L are "layers", which pipeline stages divide; layers of other structure before them are not divided.
+    """
+    *runs, last = [list(run) for _, run in groupby(layers, key=_structure)]
+    return [*(_stacked(run, None) for run in runs), _stacked(last, "layers")]
+
+
+def _stacked(layers: Sequence[Any], axis: str | None) -> Any:
+    return jax.tree.map(lambda *params: _stack(axis, params), *layers)
 
 
 def _structure(layer: Any) -> Any:
@@ -99,7 +106,7 @@ def _structure(layer: Any) -> Any:
     ]
 
 
-def _stack(*params: Param) -> Param:
+def _stack(axis: str | None, params: tuple[Param, ...]) -> Param:
     sources = tuple(name for p in params for name in ([p.source] if isinstance(p.source, str) else p.source))
     first = params[0]
-    return replace(first, shape=(len(params), *first.shape), axes=(None, *first.axes), source=sources)
+    return replace(first, shape=(len(params), *first.shape), axes=(axis, *first.axes), source=sources)

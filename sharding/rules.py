@@ -7,11 +7,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import BATCH, CONTEXT, EXPERT, TENSOR, size, whole_experts
+from sharding.mesh import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, size, whole_experts
 from sharding.params import Param
 
 # What an axis of a weight or of a cache page is divided over; whole experts are another matter (`expert_axes`).
-OVER = {"heads": TENSOR, "kv_heads": TENSOR[:1], "ffn": TENSOR, "vocab": TENSOR}
+OVER = {"heads": TENSOR, "kv_heads": TENSOR[:1], "ffn": TENSOR, "vocab": TENSOR, "layers": (STAGE,)}
 
 
 def present(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
@@ -66,3 +66,8 @@ def only(spec: P, axes: Sequence[str]) -> P:
 def batch_axes(mesh: Any) -> tuple[str, ...]:
     """Over these, devices have sequences of their own, with pages and slots of their own."""
     return present(mesh, BATCH)
+
+
+def step_axes(mesh: Any) -> tuple[str, ...]:
+    """Over these, each part of the devices runs the step on what it has: layers of its own, or sequences."""
+    return present(mesh, (STAGE, *BATCH))

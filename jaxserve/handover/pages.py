@@ -32,6 +32,8 @@ class EnginePages:
             )
         if engine.config.prefill_context_parallel_size > 1:
             raise ConfigError("prompts spread over devices cannot be handed over yet; leave --role out")
+        if engine.config.pipeline_parallel_size > 1:
+            raise ConfigError("pages of pipeline stages cannot be handed over yet; leave --role out")
         self._runner, self._scheduler = engine.runner, engine.scheduler
         self.page_size = engine.config.block_size
         self._dtype = engine.config.kv_cache_dtype

@@ -95,7 +95,7 @@ def over_group(
     pool: Any,
     page_size: int,
     batch: Batch,
-    data: dict[str, np.ndarray],
+    data: dict[str, Any],
     first: Array,
     count: int,
     begins: int,

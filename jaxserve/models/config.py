@@ -51,6 +51,12 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def alike(self) -> int:
+        """How many of the last layers have weights of the same shapes: DeepSeek's first ones have no experts."""
+        kinds = self.mixture.layers if self.mixture else (False,) * self.num_layers
+        return next((n for n, kind in enumerate(reversed(kinds)) if kind != kinds[-1]), self.num_layers)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], max_model_len: int | None = None) -> "ModelConfig":
         """The model that a config.json describes, in its older or its v5 style.

@@ -8,6 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,11 +18,15 @@ from jaxserve.batch import Batch
 from jaxserve.layers.linear import linear_f32
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.over_layers import over_group, over_layers
+from jaxserve.layers.over_stages import over_stages
 from jaxserve.layers.rope import rotations
 from jaxserve.models import feed_forward, grouped_query, latent
 from jaxserve.models.config import ModelConfig
+from jaxserve.plan.cost import microbatch_rows
 from sharding.kernels import embedding
+from sharding.mesh import BATCH, size
 from sharding.params import Param
+from sharding.stages import stage_count
 
 Tree = dict[str, Any]
 
@@ -95,7 +100,16 @@ def forward(
     """
     x_TD, block = embedded(c, params, batch), partial(_block, c, collect)
     page_size, _, data, turns = _along(c, batch, pool)
-    last_TD, pool, inside = over_layers(block, x_TD, params["layers"], pool, page_size, batch, data, turns)
+    if stage_count() > 1:
+        rows = rows_at_once(c, len(x_TD), len(batch.kv_lens))
+        last_TD, pool, inside = over_stages(
+            block, x_TD, params["layers"], pool, page_size, batch, data,
+            lambda part: rotations(c.ropes, part.positions), rows,
+        )  # fmt: skip
+    else:
+        last_TD, pool, inside = over_layers(
+            block, x_TD, params["layers"], pool, page_size, batch, data, turns
+        )
     return normed(c, params, last_TD), pool, {"embed": x_TD, **inside} if collect else inside
 
 
@@ -131,6 +145,14 @@ def _along(c: ModelConfig, batch: Batch, pool: Any) -> tuple[int, Batch, dict[st
     """What every layer is given beside its own: page size, batch, what differs between layers, rotations."""
     page_size = _attention(c).page_size(pool[0] if type(pool) in (list, tuple) else pool)
     return page_size, batch, _per_layer(c), rotations(c.ropes, batch.positions)
+
+
+def rows_at_once(c: ModelConfig, tokens: int, seqs: int) -> int:
+    """Rows of the microbatches in which a step passes pipeline stages on the ambient mesh; see `microbatch_rows`."""
+    if c.mixture is None:
+        return microbatch_rows(tokens, seqs)
+    groups = size(jax.sharding.get_abstract_mesh(), BATCH)
+    return microbatch_rows(tokens, seqs, groups * c.mixture.routing.top / c.mixture.routing.experts)
 
 
 def logits(c: ModelConfig, params: Tree, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:

@@ -1,8 +1,11 @@
 """The arithmetic behind choices of form and size: experts hit by a batch, latent attention absorbed or expanded."""
 
+import math
 from collections.abc import Sequence
 
+from pallas_kernels import chip as chips
 from pallas_kernels.chip import Chip
+from pallas_kernels.op import platform
 
 
 def hot_experts(tokens: float, experts: int, top: int, loads: Sequence[float] | None = None) -> float:
@@ -47,4 +50,28 @@ def expanded_is_cheaper(
     return chip.floor(float(expanded), float(read + scores)) < chip.floor(float(absorbed), float(read))
 
 
+def microbatch_rows(tokens: int, seqs: int, hit: float = 1.0) -> int:
+    """Rows of the microbatches in which a step of `tokens` rows of `seqs` sequences passes pipeline stages.
+
+    M of them in N stages take M + N - 1 turns, each as long as a stage reads its weights, or multiplies T / M rows with
+    them: the least where the two are equal. `hit` is how many rows an expert gets for each of a device's, on average.
+    A step of fewer rows is one microbatch.
+    """
+    fewest = 1 if tokens == seqs else seqs + 1  # as many rows as sequences promise one row each
+    least = max(math.ceil(_balance() / min(hit, 1.0)), fewest)
+    count = max(1, tokens // least)
+    if count == 1:
+        return tokens
+    return min(tokens, -(-tokens // (8 * count)) * 8)
+
+
+def _balance() -> float:
+    """Rows that a weight in 16 bits is multiplied with in the time in which it is read."""
+    if platform() == "cpu":
+        return ROWS_ON_CPU
+    here = chips.ambient() if platform() == "tpu" else chips.ambient_gpu()
+    return here.bf16 / here.hbm_bandwidth
+
+
+ROWS_ON_CPU = 8
 SCORE_PASSES = 4  # scores written and read, their exponentials written and read

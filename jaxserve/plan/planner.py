@@ -14,7 +14,7 @@ from jaxserve.cache_kernels import check_cache_kernels
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.memory import ACCELERATOR_UTILIZATION, Memory, fitting_length, plan_pages
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, model_for
 from jaxserve.plan.compiled import CompiledStep, Deployment, compile_step, deployment
 from jaxserve.plan.model import read_config
 from jaxserve.plan.roofline import Load, Roofline, roofline, weights_of
@@ -23,10 +23,11 @@ from jaxserve.topology import model_sizes, topology_for, with_dispatch
 from jaxserve.weights.schemes import settings_of, without_settings
 from pallas_kernels.chip import Chip
 from pallas_kernels.formats import FP8_BLOCK, MXFP4
-from sharding.mesh import Misfit, ModelSizes, Topology
+from sharding.mesh import STAGE, Misfit, ModelSizes, Topology, size
 
 DIVIDING = (
-    "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+    "enable_expert_parallel",
 )  # fmt: skip
 EXPERTS = {"fp8": FP8_BLOCK, "mxfp4": MXFP4}  # by quant_method: how a checkpoint keeps its experts
 
@@ -105,7 +106,7 @@ def plan(
     for name, bucket in _buckets(config, longest).items():
         on_step(name)
         compiled = compile_step(made, bucket, num_pages)
-        load = Load(bucket.tokens, bucket.seqs, min(context, longest), groups)
+        load = _load(made, bucket, min(context, longest))
         token_bytes = made.arrays.page_bytes / config.block_size
         steps.append(
             PlannedStep(name, compiled, roofline(model, chip, weights, token_bytes, load, compiled.sent))
@@ -122,6 +123,14 @@ def plan(
         state_bytes=made.arrays.state_bytes, page_bytes=made.arrays.page_bytes, num_pages=num_pages, groups=groups,
         block_size=config.block_size, max_model_len=longest, context=min(context, longest), steps=steps,
     )  # fmt: skip
+
+
+def _load(made: Deployment, bucket: Bucket, context: int) -> Load:
+    with jax.sharding.use_abstract_mesh(made.mesh.abstract_mesh):
+        rows = model_for(made.model).rows_at_once(made.model, bucket.tokens, bucket.seqs)
+    stages = size(made.mesh, (STAGE,))
+    parts = -(-bucket.tokens // rows) if stages > 1 else 1
+    return Load(bucket.tokens, bucket.seqs, context, made.where.groups, stages, parts)
 
 
 def deployed(config: EngineConfig, slice_name: str) -> Deployment:

@@ -39,17 +39,29 @@ class Load:
     seqs: int
     context: int  # tokens that a sequence's newest token attends to
     groups: int
+    stages: int = 1
+    microbatches: int = 1  # in which the tokens pass the stages
+
+    @property
+    def turns(self) -> int:
+        """Each as long as one microbatch takes in one stage."""
+        return self.microbatches + self.stages - 1
 
 
 def roofline(
     c: ModelConfig, chip: Chip, weights: list["Weight"], cache_bytes: float, load: Load, sent: list[Traffic]
 ) -> Roofline:
     """`weights` as they lie on a device, `cache_bytes` of one token in all layers on a device."""
-    read = sum(weight.nbytes * _hit(c, weight.param, load) for weight in weights)
+    waited = load.turns / load.microbatches  # how often a stage could have computed all rows
+    read = sum(weight.nbytes * _hit(c, weight.param, load) * _reads(weight.param, load) for weight in weights)
     seen = sum(min(load.context, window or load.context) for window in c.windows) / c.num_layers
-    read += load.seqs * seen * cache_bytes
-    flops = sum(2 * weight.elements * _rows(c, weight.param, load) for weight in weights if weight.multiplies)
-    flops += load.tokens * attention_flops(c, load.context) * _heads_here(weights)
+    read += load.seqs * seen * cache_bytes * waited
+    flops = sum(
+        2 * weight.elements * _rows(c, weight.param, load) * (waited if _staged(weight.param) else 1)
+        for weight in weights
+        if weight.multiplies
+    )
+    flops += load.tokens * attention_flops(c, load.context) * _heads_here(weights) / load.stages * waited
     return Roofline(
         read / chip.hbm_bandwidth, flops / chip.bf16, sum(t.nbytes for t in sent) / chip.ici_bandwidth
     )
@@ -103,7 +115,17 @@ def _hit(c: ModelConfig, param: Param, load: Load) -> float:
     if "experts" not in param.axes or c.mixture is None:
         return 1.0
     routing = c.mixture.routing
-    return hot_experts(load.tokens * load.groups, routing.experts, routing.top) / routing.experts
+    tokens = load.tokens * load.groups / (load.microbatches if _staged(param) else 1)
+    return hot_experts(tokens, routing.experts, routing.top) / routing.experts
+
+
+def _staged(param: Param) -> bool:
+    return "layers" in param.axes
+
+
+def _reads(param: Param, load: Load) -> int:
+    """How often a step reads a weight."""
+    return load.turns if _staged(param) else 1
 
 
 def _rows(c: ModelConfig, param: Param, load: Load) -> float:

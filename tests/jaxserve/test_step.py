@@ -100,10 +100,11 @@ def test_only_neighbouring_layers_of_equal_structure_are_stacked():
         return {"q": replace(Param((4, 2), ("heads", None), f"{i}.q"), **fields)}
 
     (pair,) = stack_layers([layer(0), layer(1)])
-    assert pair["q"] == Param((2, 4, 2), (None, "heads", None), ("0.q", "1.q"))
+    assert pair["q"] == Param((2, 4, 2), ("layers", "heads", None), ("0.q", "1.q"))
     norm = {"norm": Param((4,), (None,), "1.norm")}
     parts = stack_layers([layer(0), layer(1) | norm, layer(2) | norm, layer(3), layer(4, shape=(4, 3))])
     assert [part["q"].shape for part in parts] == [(1, 4, 2), (2, 4, 2), (1, 4, 2), (1, 4, 3)]
+    assert [part["q"].axes[0] for part in parts] == [None] * 3 + ["layers"], "stages divide the last ones"
 
 
 def test_experts_of_layers_are_one_stack():

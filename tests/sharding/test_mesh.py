@@ -1,5 +1,6 @@
 """A topology becomes a mesh in the chips' order; one that does not fit is refused with the nearest that do."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ DEEPSEEK = ModelSizes("deepseek", 128, 128, 18432, 129280, experts=256, latent=T
         (Topology(expert=8), DEEPSEEK, {"expert": 8}),
         (Topology(expert=4, tensor=2), DEEPSEEK, {"expert": 4, "copy": 2}),
         (Topology(expert=1, tensor=8), MIXTRAL, {"expert": 1, "tensor": 8}),
+        (Topology(stage=2, tensor=4), replace(LLAMA, layers=32), {"stage": 2, "tensor": 4}),
         (Topology(), LLAMA, {}),
     ],
 )
@@ -55,6 +57,12 @@ def test_axes_of_one_device_are_left_out_and_spare_kv_heads_are_copied(topology,
         (Topology(tensor=4), ModelSizes("odd", 4, 4, 90, 512), ["feed-forward size of 90", "(tensor=2)"]),
         (Topology(expert=3), MIXTRAL, ["divides its 8 experts", "expert=4"]),
         (Topology(expert=2), LLAMA, ["no experts", "(data=2)"]),
+        (
+            Topology(stage=4),
+            replace(SMALL, layers=30),
+            ["4 does not divide its 30 layers", "2 or 3", "(stage=5)"],
+        ),
+        (Topology(stage=2), SMALL, ["2 does not divide its 1 layers", "(data=2)"]),
     ],
 )
 def test_a_topology_that_does_not_fit_is_refused_with_some_that_do(topology, model, words):
@@ -79,6 +87,10 @@ def test_hosts_are_outside_and_tensor_parallel_devices_on_one_host():
     sizes = dict.fromkeys(AXES, 1) | {"data": 4, "tensor": 2}
     hosts = np.vectorize(lambda device: device.process_index)(placed(sizes, devices).reshape(4, 2))
     assert (hosts == hosts[:, :1]).all() and hosts[:, 0].tolist() == [0, 0, 1, 1]
+    staged = np.vectorize(lambda device: device.process_index)(
+        placed(sizes | {"stage": 2, "data": 2}, devices)
+    )
+    assert staged[0].max() < staged[1].min(), "stages are apart before anything else is"
     with pytest.raises(Misfit, match="2 hosts or slices with 4 devices each"):
         placed(sizes | {"data": 1, "tensor": 8}, devices)
 
