@@ -17,7 +17,6 @@ def _switch(*names: str, reason: str, harmless: bool = False) -> ForeignFlag:
     return ForeignFlag(names, reason, takes_value=False, harmless=harmless or ())
 
 
-_NO_STAGES = "layers are not divided over devices; use --tensor-parallel-size or --data-parallel-size"
 _NO_CONTEXT = (
     "a sequence's cache is on one group of devices; --prefill-context-parallel-size divides its prompt"
 )
@@ -36,7 +35,6 @@ _SPECULATIVE = (
 )
 
 FOREIGN = (
-    ForeignFlag(("--pipeline-parallel-size", "-pp", "--pp-size"), _NO_STAGES, harmless=("1",)),
     ForeignFlag(("--decode-context-parallel-size", "-dcp"), _NO_CONTEXT, harmless=("1",)),
     ForeignFlag(("--all2all-backend",), "rows go by the device's own all-to-all"),
     _switch("--enable-dbo", reason="a step is one batch; its shared experts run while rows travel"),

@@ -87,7 +87,7 @@ def test_a_flag_of_another_server_gets_its_reason(flag, capsys):
 
 
 def test_a_harmless_value_of_a_foreign_flag_only_warns(capsys):
-    assert parse("--pipeline-parallel-size", "1") == Example()
+    assert parse("--decode-context-parallel-size", "1") == Example()
     assert "no effect" in capsys.readouterr().err
 
 
