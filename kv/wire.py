@@ -51,15 +51,39 @@ def places(
     return np.concatenate([real, np.arange(rows - count) % page_size]).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("latent", "dtype"))
-def take(pool: Any, places: Array, *, latent: bool, dtype: str) -> tuple[tuple[Array, ...], Array]:
-    """(each layer's rows at `places`, uint32 [L, 2] checksums of them), in the data type in which they travel."""
-    rows = tuple(_travelling(_rows_at(pages, places, latent), dtype) for pages in _layers(pool))
+@partial(jax.jit, static_argnames=("layers", "latent", "dtype"))
+def take(
+    pool: Any,
+    places: Array | np.ndarray,
+    first: Array | np.int32 | int = 0,
+    *,
+    layers: int | None = None,
+    latent: bool,
+    dtype: str,
+) -> tuple[tuple[Array, ...], Array]:
+    """(each layer's rows at `places`, uint32 [L, 2] checksums of them), in the data type in which they travel.
+
+    `pool` is a tuple of the pages of these layers, or the stack of those of more, of which `layers` from `first` on
+    are meant: all if not said.
+    """
+    places = jnp.asarray(places)
+    if type(pool) is tuple:  # `ScaledPages` are tuples of another type
+        found = [_rows_at(pages, (), places, latent) for pages in pool]
+    else:
+        count = layers or jax.tree.leaves(pool)[0].shape[0]
+        numbers = [jnp.full_like(places, first + i) for i in range(count)]
+        found = [_rows_at(pool, (number,), places, latent) for number in numbers]
+    rows = tuple(_travelling(layer, dtype) for layer in found)
     return rows, jnp.stack([checksum(layer) for layer in rows])
 
 
-def put(pool: Any, rows: tuple[Array, ...], places: Array | np.ndarray) -> Any:
-    """The pool with each layer's rows at `places`, in the pool's data type; donate it, and nothing is copied."""
+def put(
+    pool: Any, rows: tuple[Array, ...], places: Array | np.ndarray, first: Array | np.int32 | int = 0
+) -> Any:
+    """The pool with each layer's rows at `places`, in the pool's data type; donate it, and nothing is copied.
+
+    A tuple has the pages of these layers; in a stack they begin at layer `first`.
+    """
     places = jnp.asarray(places)
     stacked = type(pool) is not tuple
     values, scales = plain_and_scales(pool if stacked else pool[0])
@@ -67,16 +91,8 @@ def put(pool: Any, rows: tuple[Array, ...], places: Array | np.ndarray) -> Any:
     if not stacked:
         return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, kept, strict=True))
     for i, layer in enumerate(kept):
-        pool = page_write(pool, layer, places, layer=jnp.int32(i))
+        pool = page_write(pool, layer, places, layer=jnp.int32(first + i))
     return pool
-
-
-def _layers(pool: Any) -> tuple[Any, ...]:
-    """The pages of each layer, of a tuple of them or of their stack."""
-    if type(pool) is tuple:  # `ScaledPages` are tuples of another type
-        return pool
-    count = jax.tree.leaves(pool)[0].shape[0]
-    return tuple(jax.tree.map(lambda x, i=i: x[i], pool) for i in range(count))
 
 
 checksums = jax.jit(lambda rows: jnp.stack([checksum(layer) for layer in rows]))
@@ -145,17 +161,23 @@ def _codes_and_scales(rows: Array, dtype: Any) -> ScaledRows:
     )
 
 
-def _rows_at(pages: Array | ScaledPages, places: Array, latent: bool) -> Array | ScaledRows:
+def _rows_at(
+    pages: Array | ScaledPages, layer: tuple[Array, ...], places: Array, latent: bool
+) -> Array | ScaledRows:
+    """Rows of one layer's pages, or of layer `layer` [T] of a stack, which is gathered from without a slice of it."""
     values, scales = plain_and_scales(pages)
     size = (2 if latent else 1) * values.shape[-2]
     page, at = places // size, places % size
     if latent:
-        packed = jnp.concatenate(unpacked(values[page]), axis=-1)
+        packed = jnp.concatenate(unpacked(values[*layer, page]), axis=-1)
         rows = jnp.take_along_axis(packed, at[:, None, None], axis=1)[:, 0]
     else:
-        rows = values[page, :, at]
+        rows = values[*layer, page, :, at]
     if scales is None:
         return rows
     return ScaledRows(
-        rows, scales[page, at % 2, at // 2] if latent else jnp.swapaxes(scales[page, :, :, at], 1, 2)
+        rows,
+        scales[*layer, page, at % 2, at // 2]
+        if latent
+        else jnp.swapaxes(scales[*layer, page, :, :, at], 1, 2),
     )

@@ -12,6 +12,7 @@ from server.connection import ClientGone
 from server.request_ids import HEADER, RequestIds
 from server.schema import HINTS
 from server.served import VERSION, Served
+from server.stopping import Stopping
 
 
 def create_app(engine: Any, config: ServerConfig | None = None) -> FastAPI:
@@ -34,7 +35,7 @@ def create_app(engine: Any, config: ServerConfig | None = None) -> FastAPI:
 
 
 def dress(app: FastAPI, config: ServerConfig) -> None:
-    """What every application of ours has around its routes: error bodies, keys, ids, origins."""
+    """What every application of ours has around its routes: error bodies, keys, ids, origins, and its end."""
     errors.install(app, HINTS)
     app.add_exception_handler(ClientGone, _nobody_to_answer)
     if config.api_key:
@@ -48,6 +49,7 @@ def dress(app: FastAPI, config: ServerConfig) -> None:
             allow_headers=["*"],
             expose_headers=[HEADER, "Retry-After"],
         )
+    app.add_middleware(Stopping)
 
 
 async def _nobody_to_answer(request: Request, error: Exception) -> Response:

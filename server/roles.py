@@ -33,6 +33,11 @@ class RoleConfig:
         choices=("jax", "tcp"),
     )
     kv_transfer_host: str = setting("127.0.0.1", "address of this machine at which other workers fetch pages")
+    kv_layer_groups: int = setting(
+        4,
+        "about so many programs compute a chunk of a prompt here, one after the other: the pages of their layers leave "
+        "while the next ones run; 1 if all are to leave together",
+    )
     kv_lease_seconds: float = setting(
         10.0, "seconds that pages are kept for a worker that does not say it is alive"
     )
@@ -56,5 +61,6 @@ class RoleConfig:
         for name in ("kv_lease_seconds", "kv_silence_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds above 0")
-        if self.split_min_tokens < 1:
-            raise ConfigError(f"split_min_tokens={self.split_min_tokens} must be at least 1")
+        for name in ("split_min_tokens", "kv_layer_groups"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,23 +33,23 @@ IDLE = 75  # seconds an idle connection is kept, longer than usual proxies keep 
 def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
     """Serve a model until a signal; raises what loading the model raised."""
     from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
+    from jaxserve.build import build, follow_leader
 
     if engine.node_rank:
-        from jaxserve.build import follow_leader
-
         return follow_leader(engine)
     name = next(iter(config.served_model_name), None)
     trace = open_trace(config.trace_file, config.otlp_endpoint, "jaxserve")
 
     def load() -> Any:
-        llm = AsyncLLM(engine, served_model_name=name, trace=trace)
         if roles.role is None:
-            return llm
+            return AsyncLLM(engine, served_model_name=name, trace=trace)
         from server.clients import start
 
+        made = partial(build, layer_groups=roles.kv_layer_groups)
+        llm = AsyncLLM(engine, served_model_name=name, trace=trace, build=made)
         named = name or engine.model
         if roles.prefill_devices:
-            return start.paired(AsyncLLM(start.beside(engine, roles)), llm, roles, named)
+            return start.paired(AsyncLLM(start.beside(engine, roles), build=made), llm, roles, named)
         return start.with_role(llm, roles, named, next(iter(config.api_key), None))
 
     serve(load, engine, config, hands_over=roles.role is not None)

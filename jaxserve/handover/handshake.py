@@ -15,7 +15,7 @@ from jaxserve.models import ModelConfig
 from kv import wire
 from pallas_kernels.pages import LOW_BITS
 
-PROTOCOL = 1
+PROTOCOL = 2
 TRAVELS = (*wire.PLAIN, *LOW_BITS)  # data types of caches whose rows can be handed over
 EQUAL = ("protocol", "model", "layers", "row")  # what a pair must agree in, and the release of jaxserve
 

@@ -16,9 +16,11 @@ class Granted:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of some tokens in every layer, ready to be fetched."""
+    """Rows of some tokens in some layers, ready to be fetched. Those of a layer come in the order of the tokens."""
 
     number: int  # from 0, in order
+    layer: int  # the first one
+    layers: int  # how many
     start: int  # the first token
     count: int  # tokens
     rows: int  # with the padding

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.layer_groups import LayerGroup
 from jaxserve.models import ModelConfig, model_for
 from jaxserve.runner import DeviceRunner
 from jaxserve.sequence import Sequence
@@ -43,33 +44,42 @@ class EnginePages:
         placement = engine.runner.step.placement
         self._mesh = placement.mesh if placement else None
         self._heads = jax.tree.leaves(placement.pool)[0].spec[-3] if placement else None
-        stays = jax.tree.map(lambda pages: pages.sharding, engine.runner.pool) if placement else None
-        self._put = jax.jit(wire.put, donate_argnums=0, out_shardings=stays)
+        self.groups = engine.runner.layer_groups
+        self._puts: dict[int, Any] = {}  # by the number of layers
         leaf = jax.tree.leaves(engine.runner.pool)[0]
         pages = leaf.shape[0] if type(engine.runner.pool) is tuple else leaf.shape[1]
         self._pages_each = pages // len(self._caches())
         row = wire.row_form(self.row, self._dtype)
-        row_bytes = self.layers * math.prod(row.shape) * row.dtype.itemsize
-        weights = sum(weight.nbytes for weight in jax.tree.leaves(engine.runner.params))
-        self.block_size = wire.block_size(row_bytes, weights)
+        self._row_bytes = math.prod(row.shape) * row.dtype.itemsize  # in one layer
+        self._weights = sum(weight.nbytes for weight in jax.tree.leaves(engine.runner.params))
 
     def warm(self) -> None:
         """Compile what moves blocks of every size in the cache's own data type; only the padding page changes."""
-        for size in wire.SIZES:
-            at = np.arange(size, dtype=np.int32) % self.page_size
-            with self._within():
-                rows, _ = wire.take(self._runner.pool, at, latent=self.latent, dtype=self._dtype)
-            rows = self.assembled([self.split(layer) for layer in rows])
-            wire.checksums(rows)
-            self.write(rows, at)
+        for group in self.groups:
+            for size in wire.SIZES:
+                at = np.arange(size, dtype=np.int32) % self.page_size
+                rows, _ = self._taken(group, at, self._dtype)
+                rows = self.assembled([self.split(layer) for layer in rows])
+                wire.checksums(rows)
+                self.write(group, rows, at)
 
-    def take(self, seq: Sequence, start: int, count: int, rows: int, dtype: str) -> tuple[list[Any], Any]:
-        """(each layer's rows of these tokens, in pieces; checksums): copies, so the pages may change at once."""
+    def blocks(self, group: LayerGroup, start: int, end: int) -> list[tuple[int, int, int]]:
+        """See `wire.blocks`: those of these layers."""
+        most = wire.block_size(group.count * self._row_bytes, self._weights)
+        return wire.blocks(start, end, most)
+
+    def take(
+        self, seq: Sequence, group: LayerGroup, start: int, count: int, rows: int, dtype: str
+    ) -> tuple[list[Any], Any]:
+        """(the layers' rows of these tokens, in pieces; checksums): copies, so the pages may change at once."""
         assert seq.lease is not None
-        places = self._places(seq.lease, seq.group, start, count, rows)
-        with self._within():
-            taken, sums = wire.take(self._runner.pool, places, latent=self.latent, dtype=dtype)
+        taken, sums = self._taken(group, self._places(seq.lease, seq.group, start, count, rows), dtype)
         return [self.split(layer) for layer in taken], sums
+
+    def _taken(self, group: LayerGroup, places: np.ndarray, dtype: str) -> tuple[tuple[jax.Array, ...], Any]:
+        pages, first = group.of_pool(self._runner.pool), np.int32(group.first)
+        with self._within():
+            return wire.take(pages, places, first, layers=group.count, latent=self.latent, dtype=dtype)
 
     def split(self, rows: jax.Array) -> list[jax.Array]:
         """One layer's rows as arrays on one device each, in the order of the heads."""
@@ -93,10 +103,15 @@ class EnginePages:
             joined = jax.device_put(joined, NamedSharding(self._mesh, spec))
         return tuple(joined)
 
-    def write(self, rows: tuple[jax.Array, ...], places: np.ndarray) -> None:
-        """Put rows where they belong."""
+    def write(self, group: LayerGroup, rows: tuple[jax.Array, ...], places: np.ndarray) -> None:
+        """Put rows of these layers where they belong."""
+        pool, first = self._runner.pool, np.int32(group.first)
+        pages = group.of_pool(pool)
+        if group.count not in self._puts:
+            stays = jax.tree.map(lambda pages: pages.sharding, pages) if self._mesh else None
+            self._puts[group.count] = jax.jit(wire.put, donate_argnums=0, out_shardings=stays)
         with self._within():
-            self._runner.pool = self._put(self._runner.pool, rows, places)
+            self._runner.pool = group.joined(pool, self._puts[group.count](pages, rows, places, first))
 
     def reserve(self, tokens: list[int], salt: str) -> tuple[Lease, int] | None:
         """(pages for the full pages of a prompt, of which `lease.length` tokens are here; their group), or None."""
@@ -116,12 +131,17 @@ class EnginePages:
         return lease, group
 
     def write_block(
-        self, held: tuple[Lease, int], start: int, count: int, rows: tuple[jax.Array, ...]
+        self,
+        held: tuple[Lease, int],
+        layers: LayerGroup,
+        start: int,
+        count: int,
+        rows: tuple[jax.Array, ...],
     ) -> None:
         """Put the rows of `count` tokens in the pages reserved for them; padding goes to page 0."""
         lease, group = held
         count = min(count, len(lease.pages) * self.page_size - start)
-        self.write(rows, self._places(lease, group, start, count, rows[0].shape[0]))
+        self.write(layers, rows, self._places(lease, group, start, count, rows[0].shape[0]))
 
     def commit(self, held: tuple[Lease, int], tokens: list[int]) -> None:
         """All of it has arrived: the pages can be found from now on."""

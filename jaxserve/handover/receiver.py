@@ -19,6 +19,7 @@ from jaxserve.handover.messages import Block, First, Granted, HandoverFailed, Me
 from jaxserve.handover.metrics import HandoverMetrics
 from jaxserve.handover.pages import EnginePages
 from jaxserve.handover.renewals import Renewals
+from jaxserve.layer_groups import LayerGroup
 from jaxserve.request import Delta, Request
 from kv import wire
 from kv.transfer import Link, TransferError
@@ -53,7 +54,8 @@ class Arrived:
     tokens: int  # that travelled
     size: int  # bytes
     hidden: int  # of those, fetched before the first token was known
-    seconds: float
+    seconds: float  # since it was asked for
+    exposed: float  # of those, after the first token was known
     release: Callable[[], None]
 
 
@@ -66,12 +68,17 @@ class _Transfer:
     link: str
     tokens: list[int]
     held: Any  # pages and their group, from `EnginePages.reserve`
+    reached: list[int]  # by layer, the tokens that have come, those that were here included
     began: float = field(default_factory=time.monotonic)
-    at: int = 0  # tokens that have come, those that were here included
     blocks: int = 0
     size: int = 0
     hidden: int = 0
     lease: str | None = None
+
+    @property
+    def at(self) -> int:
+        """Tokens that have come in all layers."""
+        return min(self.reached)
 
 
 class Receiver:
@@ -107,7 +114,8 @@ class Receiver:
                 return None
             theirs = await source.handshake()
             link = self.handshake.link_to(theirs, self._preferred)
-            transfer = _Transfer(source, theirs, link, tokens, held, at=held[0].length)
+            reached = [held[0].length] * self.handshake.layers
+            transfer = _Transfer(source, theirs, link, tokens, held, reached)
             first, computed_at = await self._read(request, transfer)
             await _answer(self._llm.call(lambda engine: self._pages.commit(held, tokens)))
             arrived = True
@@ -190,19 +198,28 @@ class Receiver:
     async def _store(self, block: Block, transfer: _Transfer, first_at: list[float]) -> None:
         if block.pieces < 1 or self.handshake.row[0] % block.pieces:
             raise HandoverFailed("corrupt", f"block {block.number} is in {block.pieces} pieces")
-        if (block.number, block.start) != (transfer.blocks, transfer.at):
+        layers = slice(block.layer, block.layer + block.layers)
+        if (
+            block.number != transfer.blocks
+            or not 0 <= layers.start < layers.stop <= self.handshake.layers
+            or any(reached != block.start for reached in transfer.reached[layers])
+        ):
             raise HandoverFailed(
-                "corrupt", f"block {block.number} from token {block.start} is not the next one"
+                "corrupt",
+                f"block {block.number} of layer {block.layer} from token {block.start} is not the next one",
             )
         loop = asyncio.get_running_loop()
         rows, size = await loop.run_in_executor(self._fetchers, self._fetched, block, transfer)
         now = time.monotonic()
         held = transfer.held
+        group = LayerGroup(block.layer, block.layers)
         await _answer(
-            self._llm.call(lambda engine: self._pages.write_block(held, block.start, block.count, rows))
+            self._llm.call(
+                lambda engine: self._pages.write_block(held, group, block.start, block.count, rows)
+            )
         )
         transfer.blocks += 1
-        transfer.at += block.count
+        transfer.reached[layers] = [block.start + block.count] * block.layers
         transfer.size += size
         transfer.hidden += size if now < first_at[0] else 0
 
@@ -214,11 +231,11 @@ class Receiver:
         row = wire.row_form(ours.row, block.dtype)
         heads, *width = row.shape
         shape = (block.rows, heads // block.pieces, *width)
-        wanted = [jax.ShapeDtypeStruct(shape, row.dtype)] * (ours.layers * block.pieces)
+        wanted = [jax.ShapeDtypeStruct(shape, row.dtype)] * (block.layers * block.pieces)
         address = transfer.theirs.transfer[transfer.link]
         arrays = self._links[transfer.link].fetch(address, block.ticket, wanted, self._timeout)
         n = block.pieces
-        rows = self._pages.assembled([arrays[i * n : (i + 1) * n] for i in range(ours.layers)])
+        rows = self._pages.assembled([arrays[i * n : (i + 1) * n] for i in range(block.layers)])
         if np.asarray(wire.checksums(rows)).tolist() != block.checksums:
             raise HandoverFailed("corrupt", f"block {block.number} is not what its checksums say")
         return rows, sum(array.nbytes for array in arrays)
@@ -233,16 +250,16 @@ class Receiver:
 
     def _report(self, transfer: _Transfer, first: Delta, computed_at: float) -> Arrived:
         now, travelled = time.monotonic(), transfer.at - transfer.held[0].length
-        seconds = now - transfer.began
+        seconds, exposed = now - transfer.began, max(now - computed_at, 0.0)
         self._metrics.on_received(
             tokens=travelled,
             size=transfer.size,
             hidden=transfer.hidden,
             seconds=seconds,
-            exposed=max(now - computed_at, 0.0),
+            exposed=exposed,
         )
         release = partial(self._release, transfer.held)
-        return Arrived(first, travelled, transfer.size, transfer.hidden, seconds, release)
+        return Arrived(first, travelled, transfer.size, transfer.hidden, seconds, exposed, release)
 
     def _release(self, held: Any) -> None:
         self._llm.call(lambda engine: self._pages.release(held))

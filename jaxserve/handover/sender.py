@@ -1,4 +1,4 @@
-"""The sending side: a prompt is computed as any other, and its rows leave in blocks while later chunks compute."""
+"""The sending side: a prompt is computed as any other, and its rows leave while later layers and chunks compute."""
 
 import asyncio
 import logging
@@ -91,7 +91,8 @@ class _Export:
 
     def __init__(self, sender: Sender, link: str, dtype: str, start: int, end: int):
         self._sender, self._link, self._dtype = sender, sender._links[link], dtype
-        self._next, self._end = start, end
+        self._start, self._end = start, end
+        self._next: dict[int, int] = {}  # token whose rows leave next, by the first layer of their group
         self._launched = self._announced = 0  # blocks
         self._first: First | None = None
         self._tickets: list[int] = []
@@ -100,24 +101,24 @@ class _Export:
         self.messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
 
     def watch(self, seq: Sequence, group: LayerGroup) -> None:
-        """Launch copies of what the step just launched has computed, in the group of all layers."""
+        """Launch copies of what the step whose programs are being launched has computed in these layers."""
+        pages, begun = self._sender._pages, self._next.get(group.first, self._start)
         computed = min(seq.computed, self._end)
-        if self._ended or computed <= self._next:
+        if self._ended or computed <= begun:
             return
         try:
-            for start, count, rows in wire.blocks(self._next, computed, self._sender._pages.block_size):
-                pieces, sums = self._sender._pages.take(seq, start, count, rows, self._dtype)
-                block = self._launched, start, count, rows
+            for start, count, rows in pages.blocks(group, begun, computed):
+                pieces, sums = pages.take(seq, group, start, count, rows, self._dtype)
+                block = self._launched, group.first, group.count, start, count, rows
                 self._sender._announcer.submit(self._announce, block, pieces, sums)
                 self._launched += 1
-            self._next = computed
+            self._next[group.first] = computed
         except Exception as failure:  # of this prompt only: the engine goes on
             self._fail(failure)
 
-    def _announce(self, block: tuple[int, int, int, int], pieces: list[Any], sums: Any) -> None:
+    def _announce(self, block: tuple[int, int, int, int, int, int], pieces: list[Any], sums: Any) -> None:
         """Offer a block as soon as the device has it."""
         try:
-            number, start, count, rows = block
             checksums = np.asarray(sums).tolist()
             arrays = [piece for layer in pieces for piece in layer]
             ticket = self._link.offer(arrays)
@@ -126,7 +127,7 @@ class _Export:
                 self._link.withdraw(ticket)
             self._sender._metrics.on_sent(sum(array.nbytes for array in arrays))
             parts = len(pieces[0])
-            message = Block(number, start, count, rows, self._dtype, parts, checksums, ticket)
+            message = Block(*block, self._dtype, parts, checksums, ticket)
             self._say(self._announced_one, message)
         except Exception as failure:
             self._fail(failure)

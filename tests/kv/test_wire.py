@@ -25,7 +25,13 @@ def test_rows_survive_another_page_size_and_form(latent, stacked):
     at = wire.places([3, 5], 8, START, COUNT, ROWS)
     there = wire.places([4], 16, START, COUNT, ROWS)
     rows, sums = wire.take(first, at, latent=latent, dtype="float32")
-    second = wire.put(second, rows, there)
+    if stacked:
+        (last,), (summed,) = wire.take(first, at, np.int32(1), layers=1, latent=latent, dtype="float32")
+        np.testing.assert_array_equal(last, rows[1])
+        np.testing.assert_array_equal(summed, sums[1])
+        second = (*wire.put(second[:1], rows[:1], there), *wire.put(second[1:], rows[1:], there))
+    else:
+        second = wire.put(wire.put(second, rows[1:], there, np.int32(1)), rows[:1], there, np.int32(0))
     found, _ = wire.take(second, there, latent=latent, dtype="float32")
     for sent, got in zip(rows, found, strict=True):
         np.testing.assert_array_equal(sent[:COUNT], got[:COUNT])

@@ -28,11 +28,14 @@ class FaultyLink(ByteLink):
     def __init__(self, host: str):
         super().__init__(host)
         self.go_on = threading.Event()  # a block that is "late" waits for it
+        self.came = threading.Event()  # a block is here
 
     def fetch(self, address, ticket, shapes, timeout) -> list[Any]:
         self.fetched += 1
         if self.fetched - 1 != self.at:
-            return super().fetch(address, ticket, shapes, timeout)
+            arrays = super().fetch(address, ticket, shapes, timeout)
+            self.came.set()
+            return arrays
         if self.fault == "late":
             assert self.go_on.wait(60)
         if self.fault == "cut":
@@ -42,7 +45,7 @@ class FaultyLink(ByteLink):
             raise TransferError("the link is too slow")
         arrays = super().fetch(address, ticket, shapes, timeout)
         if self.fault == "corrupt":
-            arrays[1].view("uint8").reshape(-1)[17] ^= 4
+            arrays[-1].view("uint8").reshape(-1)[17] ^= 4
         if self.fault == "another":  # what another prompt left
             arrays = [array * 0 + 1 for array in arrays]
         return arrays

@@ -131,6 +131,28 @@ def test_a_second_signal_stops_at_once(start):
     process.end()
 
 
+@pytest.mark.supports("server", "a second signal answers what is unfinished: 503, or an error event")
+def test_what_a_second_signal_leaves_unfinished_is_told_so(start):
+    process = start(engine={"first_delay": 3600}, shutdown_timeout=3600, sse_keep_alive_interval=0.05)
+    process.wait_for("/readyz", 200)
+    answers: list[httpx.Response] = []
+    whole = threading.Thread(
+        target=lambda: answers.append(httpx.post(process.url + CHAT, json=chat(), timeout=60))
+    )
+    whole.start()
+    stream, lines = open_stream(process)
+    process.popen.send_signal(signal.SIGTERM)
+    process.wait_for("/readyz", 503)
+    process.popen.send_signal(signal.SIGTERM)
+    for thread in (whole, stream):
+        thread.join(30)
+    process.end()
+    (answer,) = answers
+    assert answer.status_code == 503 and answer.headers["retry-after"] and answer.headers["x-request-id"]
+    for error in (answer.json()["error"], json.loads(lines[-1].removeprefix("data: "))["error"]):
+        assert error["type"] == "service_unavailable_error" and "told to stop" in error["message"]
+
+
 def test_while_the_model_loads_the_server_is_alive_but_not_ready(start):
     process = start(load_seconds=3600)
     process.wait_for("/livez", 200)

@@ -3,12 +3,16 @@
 import asyncio
 import random
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 
 from jaxserve import AsyncLLM
+from jaxserve.build import build
 from jaxserve.errors import RequestError
 from jaxserve.handover.messages import Incompatible
+from jaxserve.layered_step import LayeredPrograms
 from jaxserve.request import Request
 from tests.server.splits import (
     SIZES,
@@ -35,8 +39,9 @@ def start(tmp_path_factory, compilation_cache_dir):
 
     def start(path: str | None = None, seed: int = 0, **settings) -> AsyncLLM:
         if path is None:
-            path = str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True, seed=seed))
-        made = AsyncLLM(path, **SIZES | {"compilation_cache_dir": compilation_cache_dir} | settings)
+            path = str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True, layers=3, seed=seed))
+        settings = SIZES | {"compilation_cache_dir": compilation_cache_dir} | settings
+        made = AsyncLLM(path, build=partial(build, layer_groups=2), **settings)
         engines.append(made)
         return made
 
@@ -47,7 +52,8 @@ def start(tmp_path_factory, compilation_cache_dir):
 
 @pytest.fixture(scope="module")
 def engines(start, tmp_path_factory):
-    path = str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True))
+    """With layers that leave in two groups, of two and of one."""
+    path = str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=True, layers=3))
     return start(path), start(path)
 
 
@@ -87,6 +93,48 @@ async def test_tokens_are_those_of_one_engine_and_prefixes_are_reused_on_both_si
     assert counted(decode, "tokens_total") < len(longer)  # what decode had did not travel
     assert again[0].num_cached_tokens >= 88  # and what prefill had was not computed
     await settled(*split)
+
+
+@pytest.mark.supports("disaggregation", "layers leave while later layers compute")
+async def test_the_first_layers_have_come_before_the_last_ones_are_computed(split, link, monkeypatch):
+    """The last layer's program is not even launched before a block of those before it is fetched; in bounded time."""
+    prefill, decode = split
+    expected = await tokens(prefill.llm, PROMPT)
+    forget(prefill)
+    runner: Any = prefill.llm._engine.runner
+    last = runner.layer_groups[-1]
+    assert [group.count for group in runner.layer_groups] == [2, 1]
+    waited: list[bool] = []
+
+    def after_the_first_block(program, *args):
+        if int(args[-1]) == last.first:
+            waited.append(link.came.wait(30))
+        return program(*args)
+
+    for programs in runner._compiled.values():
+        if isinstance(programs, LayeredPrograms):
+            held = partial(after_the_first_block, programs._programs[last.program])
+            monkeypatch.setitem(programs._programs, last.program, held)
+    link.fail("", -1)
+    link.came.clear()
+    before = counted(decode, "hidden_bytes_total")
+    assert await tokens(decode, PROMPT) == expected
+    assert len(waited) >= 4 and all(waited), "in each of four chunks"
+    assert counted(decode, "hidden_bytes_total") > before
+    await settled(*split)
+
+
+async def test_nothing_compiles_for_a_prompt_that_travels(split):
+    prefill, decode = split
+    before = [compiles(each) for each in split]
+    assert await tokens(decode, PROMPT[::-1]) == await tokens(prefill.llm, PROMPT[::-1])
+    assert [compiles(each) for each in split] == before
+
+
+def compiles(split) -> float:
+    return split.llm.registry.get_sample_value(
+        "jaxserve:compiles_total", {"model_name": split.llm.config.model}
+    )
 
 
 async def test_logprobs_penalties_seeds_stops_and_choices_are_those_of_one_engine(split):
@@ -230,7 +278,7 @@ async def test_other_weights_other_releases_and_other_rows_are_refused_by_name(s
     with pytest.raises(Incompatible, match="transfer"):
         ours.link_to(type(ours)(**vars(ours) | {"transfer": {"pigeon": "x"}}), "tcp")
     with pytest.raises(Incompatible, match="protocol"):
-        type(ours).read(ours.written() | {"protocol": 2})
+        type(ours).read(ours.written() | {"protocol": 1})
     assert type(ours).read(ours.written()) == ours
 
 
