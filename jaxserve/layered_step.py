@@ -1,4 +1,4 @@
-"""A step as several programs: the embedding, groups of layers one after the other, and what follows the last layer.
+"""A step as several programs: the embedding, groups of layers one after the other, the last rows, and the sampler.
 
 The cache pages of a group of layers are complete when its program is done, so they can leave while the programs of
 later layers compute. Programs are launched back to back; the pool goes from one to the next and is never copied.
@@ -18,17 +18,27 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.batch import Batch, flat_size
+from jaxserve.batch import Batch, Reads, flat_size
 from jaxserve.buckets import Bucket
+from jaxserve.compiles import give_back_memory
 from jaxserve.layer_groups import LayerGroup
 from jaxserve.models import ModelConfig, model_for
+from jaxserve.sampling.knobs import Knobs
 from jaxserve.sampling.state import SlotState
-from jaxserve.step import COMPILER_OPTIONS, Step, StepOutput, sampled_output, shardings_out, unpacked
+from jaxserve.step import (
+    COMPILER_OPTIONS,
+    Step,
+    StepOutput,
+    read_rows,
+    sampled_rows,
+    shardings_out,
+    unpacked,
+)
 from pallas_kernels.op import platform
 from sharding.kernels import mapped
 from sharding.rules import batch_axes
 
-BEGIN, END = "begin", "end"  # of a step's programs; those between are named by `LayerGroup.program`
+BEGIN, LAST, SAMPLE = "begin", "last", "sample"  # programs; those of layers are named by `LayerGroup.program`
 Told = Callable[[Any, LayerGroup], None]
 
 
@@ -41,13 +51,19 @@ class LayeredStep:
     def __init__(self, step: Step, groups: list[LayerGroup], *, every_layer: bool = False):
         self.groups, self._step, self._every_layer = groups, step, every_layer
         self._parts = [(group, group.parts(1 if every_layer else group.count)) for group in groups]
+        self._samplers: dict[int, jax.stages.Compiled] = {}  # by the number of sequences
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether steps of this size should run so."""
         return bucket.spread == 1 and (self._every_layer or bucket.tokens > bucket.seqs)
 
-    def lower(self, params, pool, state: SlotState, bucket: Bucket) -> dict[Any, jax.stages.Lowered]:
-        """The programs of one bucket, lowered; arguments may be arrays or their shapes."""
+    def lower(
+        self, params, pool, state: SlotState, bucket: Bucket, *, sampler: bool = True
+    ) -> dict[Any, jax.stages.Lowered]:
+        """The programs of one bucket, lowered; arguments may be arrays or their shapes.
+
+        The sampler can be left out: it is the same for all buckets of as many sequences.
+        """
         step, where = self._step, self._step.placement
         rows = NamedSharding(where.mesh, P(batch_axes(where.mesh) or None)) if where else None
         flat = jax.ShapeDtypeStruct(
@@ -58,42 +74,46 @@ class LayeredStep:
         with step.within():
             begin = self._begin(rows, bucket)
             found: dict[Any, jax.stages.Lowered] = {BEGIN: begin.lower(outer, state.last_token, flat)}
-            shapes = jax.eval_shape(begin, outer, state.last_token, flat)
-            x, batch = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rows), shapes)
-            insides = []
-            inside: dict[Any, Any] = {}  # what each program counts
+            x, batch, reads, knobs = _like(rows, jax.eval_shape(begin, outer, state.last_token, flat))
+            insides: dict[Any, Any] = {}  # what each program counts
             for part in (part for _, parts in self._parts for part in parts):
                 if part.program not in found:
                     middle = self._middle(rows, part)
                     args = part.of_params(params["layers"]), part.of_pool(pool), x, batch, first
                     found[part.program] = middle.lower(*args)
-                    inside[part.program] = jax.tree.map(
-                        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=first.sharding),
-                        jax.eval_shape(middle, *args)[2],
-                    )
-                insides.append(inside[part.program])
-            found[END] = self._end(rows, bucket).lower(outer, state, x, flat, tuple(insides))
+                    insides[part.program] = _like(first.sharding, jax.eval_shape(middle, *args)[2])
+            last = self._last(rows)
+            found[LAST] = last.lower(outer, x, reads)
+            if sampler:
+                last_BD = _like(rows, jax.eval_shape(last, outer, x, reads)[1])
+                inside = tuple(insides[part.program] for _, parts in self._parts for part in parts)
+                args = outer, state, last_BD, knobs, reads.slots, reads.valid, inside
+                found[SAMPLE] = self._sample(rows).lower(*args)
         return found
 
     def compile(
         self, params, pool, state: SlotState, bucket: Bucket, options: dict[str, Any] | None = None
     ) -> "LayeredPrograms":
         """Ready to run."""
-        lowered = self.lower(params, pool, state, bucket)
+        known = self._samplers.get(bucket.seqs)
+        programs: dict[Any, jax.stages.Compiled] = {SAMPLE: known} if known else {}
+        for name, lowered in self.lower(params, pool, state, bucket, sampler=not known).items():
+            programs[name] = lowered.compile(options)
+            give_back_memory()
+        self._samplers[bucket.seqs] = programs[SAMPLE]
         where = self._step.placement
-        return LayeredPrograms(
-            self._parts,
-            {name: program.compile(options) for name, program in lowered.items()},
-            [jax.device_put(np.int32(i), where and where.everywhere) for i in range(_layers(self.groups))],
-        )
+        numbers = [
+            jax.device_put(np.int32(i), where and where.everywhere) for i in range(_layers(self.groups))
+        ]
+        return LayeredPrograms(self._parts, programs, numbers)
 
     def _begin(self, rows: NamedSharding | None, bucket: Bucket) -> Any:
         fn = partial(_begin, self._step.config, self._step.page_size, bucket)
         where = self._step.placement
         if where:
             sources = _outer(where.params), where.state.last_token, where.flat
-            fn = self._on_mesh(fn, sources, (rows, rows))
-        return self._jitted(fn, (), where and (rows, rows))
+            fn = self._on_mesh(fn, sources, (rows, rows, rows, rows))
+        return self._jitted(fn, (), where and (rows, rows, rows, rows))
 
     def _middle(self, rows: NamedSharding | None, group: LayerGroup) -> Any:
         where = self._step.placement
@@ -105,17 +125,27 @@ class LayeredStep:
         results = rows, pool, everywhere
         return self._jitted(self._on_mesh(fn, sources, results), (1, 2), results)
 
-    def _end(self, rows: NamedSharding | None, bucket: Bucket) -> Any:
-        fn = partial(_end, self._step.config, self._step.page_size, bucket)
+    def _last(self, rows: NamedSharding | None) -> Any:
+        fn = partial(_last, self._step.config)
+        where = self._step.placement
+        if not where:
+            return self._jitted(fn, (), None)
+        said = shardings_out(where)[0]
+        fn = self._on_mesh(fn, (_outer(where.params), rows, rows), (rows, rows, rows))
+        return self._jitted(fn, (), (said.hidden, rows, said.scores))
+
+    def _sample(self, rows: NamedSharding | None) -> Any:
+        fn = partial(_sample, self._step.config)
         where = self._step.placement
         if not where:
             return self._jitted(fn, (1,), None)
         everywhere = where.everywhere
-        sources = _outer(where.params), where.state, rows, where.flat, everywhere
+        sources = _outer(where.params), where.state, rows, rows, rows, rows, everywhere
         read = NamedSharding(where.mesh, P(None, *rows.spec)) if rows else None
-        output: Any = StepOutput(read, rows, rows, rows, everywhere, everywhere)  # type: ignore[arg-type]
+        chosen = {"read": read, "sampled": rows, "expert_loads": everywhere, "expert_drops": everywhere}
         said, _, state = shardings_out(where)
-        return self._jitted(self._on_mesh(fn, sources, (output, where.state)), (1,), (said, state))
+        results = {name: getattr(said, name) for name in chosen}, state
+        return self._jitted(self._on_mesh(fn, sources, (chosen, where.state)), (1,), results)
 
     def _on_mesh(self, fn: Callable[..., Any], sources: Any, results: Any) -> Callable[..., Any]:
         """Every group of devices on its part of all arguments but the weights."""
@@ -146,7 +176,7 @@ class LayeredPrograms:
     ) -> tuple[StepOutput, Any, SlotState]:
         """(output, pool, state); after each group's launch `told` hears of the pool and the group."""
         outer = _outer(params)
-        x, batch = self._programs[BEGIN](outer, state.last_token, flat)
+        x, batch, reads, knobs = self._programs[BEGIN](outer, state.last_token, flat)
         insides = []
         for group, parts in self._parts:
             for part in parts:
@@ -155,12 +185,18 @@ class LayeredPrograms:
                 pool = part.joined(pool, pages)
                 insides.append(inside)
             told(pool, group)
-        output, state = self._programs[END](outer, state, x, flat, tuple(insides))
-        return output, pool, state
+        hidden, last, scores = self._programs[LAST](outer, x, reads)
+        sample = self._programs[SAMPLE]
+        chosen, state = sample(outer, state, last, knobs, reads.slots, reads.valid, tuple(insides))
+        return StepOutput(scores=scores, hidden=hidden, **chosen), pool, state
 
 
 def _layers(groups: list[LayerGroup]) -> int:
     return groups[-1].first + groups[-1].count
+
+
+def _like(sharding: Any, shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
 
 
 def _outer(params: Any) -> Any:
@@ -169,8 +205,8 @@ def _outer(params: Any) -> Any:
 
 
 def _begin(config: ModelConfig, page_size: int, bucket: Bucket, outer, last_token, flat):
-    batch, *_ = unpacked(flat, bucket, page_size, last_token)
-    return model_for(config).embedded(config, outer, batch), batch
+    batch, reads, knobs, _ = unpacked(flat, bucket, page_size, last_token)
+    return model_for(config).embedded(config, outer, batch), batch, reads, knobs
 
 
 def _middle(
@@ -181,9 +217,12 @@ def _middle(
     return x, pool, jax.lax.psum(inside, over) if over and inside else inside
 
 
-def _end(config: ModelConfig, page_size: int, bucket: Bucket, outer, state: SlotState, x, flat, insides):
-    _, reads, knobs, last_here = unpacked(flat, bucket, page_size, state.last_token)
+def _last(config: ModelConfig, outer, x, reads: Reads):
+    hidden = model_for(config).normed(config, outer, x)
+    return hidden, *read_rows(config, outer, hidden, reads, None)
+
+
+def _sample(config: ModelConfig, outer, state: SlotState, last, knobs: Knobs, slots, valid, insides):
     names = dict.fromkeys(name for inside in insides for name in inside)
     inside = {n: jnp.concatenate([each[n] for each in insides if n in each]) for n in names}
-    hidden = model_for(config).normed(config, outer, x)
-    return sampled_output(config, outer, state, hidden, reads, knobs, last_here, inside)
+    return sampled_rows(config, outer, state, last, knobs, slots, valid, inside)

@@ -29,7 +29,7 @@ from jaxserve.spread import spread_size, unpack_spread
 from pallas_kernels.op import platform
 from sharding.context import from_whoever_has
 from sharding.kernels import mapped, whole
-from sharding.rules import batch_axes, step_axes
+from sharding.rules import batch_axes
 
 COMPILER_OPTIONS = {
     # On TPU7x XLA otherwise wants weights in tiles of 16 x 128, and copies all of them into such in every step.
@@ -103,17 +103,17 @@ class Step:
 
 def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket):
     """Every group's step, on its part of all arguments but the weights; only experts hear of other groups."""
-    groups, axes = batch_axes(placement.mesh), step_axes(placement.mesh)
+    groups = batch_axes(placement.mesh)
     step = partial(_step, config, page_size, bucket=bucket, groups=groups)
-    if not axes:
+    if not groups:
         return step(params, pool, state, flat)
-    rows = P(groups or None)
+    rows = P(groups)
     in_specs = tuple(
         placement.inside(s) for s in (placement.params, placement.pool, placement.state, placement.flat)
     )
-    output: Any = StepOutput(P(None, *rows), rows, rows, rows, P(), P())  # type: ignore[arg-type]
+    output: Any = StepOutput(P(None, groups), rows, rows, rows, P(), P())  # type: ignore[arg-type]
     out_specs = (output, *in_specs[1:3])
-    return mapped(step, axes, in_specs, out_specs)(params, pool, state, flat)
+    return mapped(step, groups, in_specs, out_specs)(params, pool, state, flat)
 
 
 def shardings_out(placement: Placement):
@@ -137,8 +137,9 @@ def _step(
     batch, reads, knobs, last_here = unpacked(flat, bucket, page_size, state.last_token)
     hidden_TD, pool, inside = model_for(config).forward(config, params, batch, pool)
     inside = jax.lax.psum(inside, groups) if groups and inside else inside
-    output, state = sampled_output(config, params, state, hidden_TD, reads, knobs, last_here, inside)
-    return output, pool, state
+    last_BD, scores = read_rows(config, params, hidden_TD, reads, last_here)
+    chosen, state = sampled_rows(config, params, state, last_BD, knobs, reads.slots, reads.valid, inside)
+    return StepOutput(scores=scores, hidden=hidden_TD, **chosen), pool, state
 
 
 def unpacked(flat: Array, bucket: Bucket, page_size: int, last_token: Array):
@@ -148,37 +149,44 @@ def unpacked(flat: Array, bucket: Bucket, page_size: int, last_token: Array):
     return *unpack(flat, bucket, page_size, last_token), None
 
 
-def sampled_output(
-    config: ModelConfig,
-    params: Any,
-    state: SlotState,
-    hidden_TD: Array,
-    reads: Reads,
-    knobs: Knobs,
-    last_here: Array | None,
-    inside: dict[str, Array],
-) -> tuple[StepOutput, SlotState]:
-    """What follows the last layer: (all that the host reads, the slots' state after it).
-
-    `inside` is what the model's mixtures counted (see `decoder.forward`), of all groups of devices together.
-    """
-
-    def logits(hidden: Array) -> Array:
-        # One exchange, not one for every question that sampling asks of the vocabulary.
-        return whole(model_for(config).logits(config, params, hidden))
-
+def read_rows(
+    config: ModelConfig, params: Any, hidden_TD: Array, reads: Reads, last_here: Array | None
+) -> tuple[Array, Scores]:
+    """(the hidden state that each sequence's next token follows from [B, D], scores of what was asked for)."""
     last_BD = hidden_TD[reads.rows]
     if last_here is not None:
         last_BD = from_whoever_has(last_BD, last_here)
-    sampled, state = sample(logits(last_BD), knobs, state, reads.slots, reads.valid)
-    scores = _score(logits, hidden_TD, reads.targets)
+    return last_BD, _score(partial(_logits, config, params), hidden_TD, reads.targets)
+
+
+def sampled_rows(
+    config: ModelConfig,
+    params: Any,
+    state: SlotState,
+    last_BD: Array,
+    knobs: Knobs,
+    slots: Array,
+    valid: Array,
+    inside: dict[str, Array],
+) -> tuple[dict[str, Any], SlotState]:
+    """(the rest of `StepOutput`, by name, and the slots' state after the step).
+
+    `inside` is what the model's mixtures counted (see `decoder.forward`), of all groups of devices together.
+    """
+    sampled, state = sample(_logits(config, params, last_BD), knobs, state, slots, valid)
     read = jnp.stack([sampled.tokens, sampled.finite.astype(jnp.int32)])
     loads, before = None, state.expert_loads
     if "expert_loads" in inside:
         loads = ExpertLoads(inside["expert_loads"], inside["device_loads"])
         loads = jax.tree.map(jnp.add, before, loads) if before else loads
     state = replace(state, expert_loads=loads if before else None)
-    return StepOutput(read, sampled, scores, hidden_TD, loads, inside.get("expert_drops")), state
+    drops = inside.get("expert_drops")
+    return {"read": read, "sampled": sampled, "expert_loads": loads, "expert_drops": drops}, state
+
+
+def _logits(config: ModelConfig, params: Any, hidden: Array) -> Array:
+    # One exchange, not one for every question that sampling asks of the vocabulary.
+    return whole(model_for(config).logits(config, params, hidden))
 
 
 def _score(logits, hidden_TD: Array, targets: Array) -> Scores:

@@ -16,7 +16,7 @@ import jaxserve.llm
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.build import Built, _count_when_warm
 from jaxserve.errors import EngineError, RequestError
-from jaxserve.layered_step import BEGIN, END
+from jaxserve.layered_step import BEGIN, LAST, SAMPLE
 from jaxserve.metrics import Metrics
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.runner import DeviceRunner
@@ -196,7 +196,7 @@ def _interrupt(patch, llm, failure, where: str) -> None:
         patch.setattr(llm.engine, "_advance", failing(llm.engine._advance, after=True))
     else:
         for step in runner._compiled.values():
-            for name in step._programs.keys() - {BEGIN, END}:
+            for name in step._programs.keys() - {BEGIN, LAST, SAMPLE}:
                 patch.setitem(step._programs, name, failing(step._programs[name], after=True))
 
 
