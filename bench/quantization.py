@@ -30,7 +30,7 @@ from jaxserve.weights import open_checkpoint
 ROWS = (
     "fp8/rtn", "int8/rtn", "int4/rtn", "int4/gptq", "int4/awq", "mxfp4/rtn", "mxfp4/gptq", "mxfp4/mr-gptq",
     "nvfp4/rtn", "nvfp4/gptq", "nvfp4/rotate", "nvfp4/spinquant", "nvfp4/mr-gptq",
-    "cache/fp8_e4m3", "cache/fp8_e5m2", "cache/int8",
+    "cache/fp8_e4m3", "cache/fp8_e5m2", "cache/int8", "cache/int4",
 )  # fmt: skip
 LENGTH = 256
 
@@ -62,7 +62,12 @@ def measure(model: str, row: str, folder: Path, reference: Loaded, pieces: Any) 
     if form == "cache":
         found = compare(replace(reference, cache=method), reference, pieces=pieces).as_dict()
         c = reference.config
-        return {"format": form, "method": method, "bits": 8 + 32 / c.head_dim, **found}
+        return {
+            "format": form,
+            "method": method,
+            "bits": (4 if method == "int4" else 8) + 32 / c.head_dim,
+            **found,
+        }
     began, path = time.perf_counter(), folder / row.replace("/", "-")
     Quantizer(QuantizeConfig(model, form, method, samples=16, length=LENGTH), path).run()
     seconds = time.perf_counter() - began

@@ -13,7 +13,7 @@ def setting(default: Any, help: str, **flag: Any) -> Any:
     return field(default=default, metadata={"help": help, **flag})
 
 
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of cached keys and values or latents; auto: that of the activations; fp8 is fp8_e4m3; in 8 bits "
-        "every token has a float32 scale for each key and value of a head, or for its latent",
+        "data type of cached keys and values or latents; auto: that of the activations; fp8 is fp8_e4m3; in 8 and "
+        "4 bits every token has a float32 scale for each key and value of a head, or for its latent",
         choices=CACHE_DTYPES,
     )
     max_model_len: int | None = setting(

@@ -1,4 +1,4 @@
-"""The pool of cache pages: its arrays, plain or in 8 bits with scales beside them, and where they are on a mesh."""
+"""The pool of cache pages: its arrays, plain or in low bits with scales beside them, and where they are on a mesh."""
 
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models import ModelConfig, model_for
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.pages import LOW_BITS, ScaledPages
 from sharding.mesh import STAGE, size
 from sharding.rules import batch_axes, present, spec
@@ -23,11 +24,11 @@ def cache_name(asked: str, dtype: str) -> str:
 
 def layer_pages(c: ModelConfig, dtype: str, page_size: int, lead: tuple[int, ...]) -> Any:
     """Shapes of [*lead] pages of `dtype`, a setting's name: an array, or `ScaledPages` with a float32 scale each."""
-    model = model_for(c)
-    shape = (*lead, *model.cache_shape(c, page_size))
+    model, packed = model_for(c), LOW_BITS.get(dtype) == PACKED
+    shape = (*lead, *model.cache_shape(c, page_size, packed))
     if dtype not in LOW_BITS:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    scales = (*lead, *model.cache_scales_shape(c, page_size))
+    scales = (*lead, *model.cache_scales_shape(c, page_size, packed))
     return ScaledPages(
         jax.ShapeDtypeStruct(shape, jnp.dtype(LOW_BITS[dtype])), jax.ShapeDtypeStruct(scales, jnp.float32)
     )

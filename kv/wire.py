@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.pages import LOW_BITS, ScaledPages, ScaledRows, plain_and_scales, quantise_rows, unpacked
+from pallas_kernels.pages import (
+    LOW_BITS,
+    ROPE,
+    ScaledPages,
+    ScaledRows,
+    of_tokens,
+    plain_and_scales,
+    quantise_rows,
+    unpacked,
+)  # fmt: skip
 from sharding.kernels import page_write
 
 PLAIN = ("float32", "bfloat16", "float16")  # data types of caches without scales
@@ -73,7 +82,8 @@ def take(
         count = layers or jax.tree.leaves(pool)[0].shape[0]
         numbers = [jnp.full_like(places, first + i) for i in range(count)]
         found = [_rows_at(pool, (number,), places, latent) for number in numbers]
-    rows = tuple(_travelling(layer, dtype) for layer in found)
+    rope = jax.tree.leaves(pool)[0].shape[-1] // 2  # of latents
+    rows = tuple(_travelling(layer, dtype, rope) for layer in found)
     return rows, jnp.stack([checksum(layer) for layer in rows])
 
 
@@ -86,8 +96,8 @@ def put(
     """
     places = jnp.asarray(places)
     stacked = type(pool) is not tuple
-    values, scales = plain_and_scales(pool if stacked else pool[0])
-    kept = rows if scales is None else [_codes_and_scales(layer, values.dtype) for layer in rows]
+    like = pool if stacked else pool[0]
+    kept = [_codes_and_scales(layer, like) for layer in rows] if isinstance(like, ScaledPages) else rows
     if not stacked:
         return tuple(page_write(pages, layer, places) for pages, layer in zip(pool, kept, strict=True))
     for i, layer in enumerate(kept):
@@ -124,11 +134,13 @@ def wire_dtype(sender: str, receiver: str) -> str:
     return min(sender, receiver, key=lambda name: jnp.dtype(name).itemsize)
 
 
-def row_form(row: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    """How a row of this shape travels in the cache's data type `dtype`."""
+def row_form(row: tuple[int, ...], dtype: str, rope: int = ROPE) -> jax.ShapeDtypeStruct:
+    """How a row of this shape travels in the cache's data type `dtype`; `rope` is the width of a latent's rope key."""
     if dtype not in LOW_BITS:
         return jax.ShapeDtypeStruct(row, jnp.dtype(dtype))
-    rows = jax.eval_shape(partial(_travelling, dtype=dtype), jax.ShapeDtypeStruct((1, *row), jnp.float32))
+    rows = jax.eval_shape(
+        partial(_travelling, dtype=dtype, rope=rope), jax.ShapeDtypeStruct((1, *row), jnp.float32)
+    )
     return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
 
@@ -140,25 +152,26 @@ def row_shape(page_shape: tuple[int, ...], latent: bool) -> tuple[int, ...]:
     return (page_shape[0], page_shape[2])
 
 
-def _travelling(rows: Array | ScaledRows, dtype: str) -> Array:
+def _travelling(rows: Array | ScaledRows, dtype: str, rope: int) -> Array:
     """Rows in the form in which those of a cache of `dtype` travel."""
     if dtype not in LOW_BITS:
         assert not isinstance(rows, ScaledRows)
         return rows.astype(dtype)
-    values, scales = quantise_rows(rows, LOW_BITS[dtype])
+    values, scales = quantise_rows(rows, LOW_BITS[dtype], rope)
     values = lax.bitcast_convert_type(values, jnp.uint8)
     scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*values.shape[:-1], -1)
     return jnp.concatenate([values, scales], axis=-1)
 
 
-def _codes_and_scales(rows: Array, dtype: Any) -> ScaledRows:
-    """The inverse, of bytes for pages that hold `dtype`."""
-    scales = (1,) if rows.ndim == 2 else (rows.shape[1], 2)  # of a latent, or of each head
-    width = rows.shape[-1] - 4 * scales[-1]
-    found = lax.bitcast_convert_type(rows[..., width:].reshape(-1, *scales, 4), jnp.float32)
-    return ScaledRows(
-        lax.bitcast_convert_type(rows[..., :width], dtype), found[:, 0] if rows.ndim == 2 else found
-    )
+def _codes_and_scales(rows: Array, pages: ScaledPages) -> ScaledRows:
+    """The inverse, of bytes for such pages."""
+    values, scales = pages
+    count = scales.shape[-2] // 2 if rows.ndim == 2 else 2  # of a latent, or of a head
+    width = rows.shape[-1] - 4 * count
+    found = rows[..., width:].reshape(*rows.shape[:-1], count, 4)
+    found = lax.bitcast_convert_type(found, jnp.float32)
+    codes = lax.bitcast_convert_type(rows[..., :width], values.dtype)
+    return ScaledRows(codes, found[..., 0] if count == 1 else found)
 
 
 def _rows_at(
@@ -168,16 +181,14 @@ def _rows_at(
     values, scales = plain_and_scales(pages)
     size = (2 if latent else 1) * values.shape[-2]
     page, at = places // size, places % size
-    if latent:
-        packed = jnp.concatenate(unpacked(values[*layer, page]), axis=-1)
-        rows = jnp.take_along_axis(packed, at[:, None, None], axis=1)[:, 0]
-    else:
+    if not latent:
         rows = values[*layer, page, :, at]
+        return (
+            rows if scales is None else ScaledRows(rows, jnp.swapaxes(scales[*layer, page, :, :, at], 1, 2))
+        )
+    rows = jnp.concatenate(unpacked(values[*layer, page]), axis=-1)
+    rows = jnp.take_along_axis(rows, at[:, None, None], axis=1)[:, 0]
     if scales is None:
         return rows
-    return ScaledRows(
-        rows,
-        scales[*layer, page, at % 2, at // 2]
-        if latent
-        else jnp.swapaxes(scales[*layer, page, :, :, at], 1, 2),
-    )
+    found = jnp.take_along_axis(of_tokens(scales[*layer, page]), at[:, None, None], axis=1)[:, 0]
+    return ScaledRows(rows, found[:, 0] if found.shape[1] == 1 else found)

@@ -39,6 +39,7 @@ class EnginePages:
         self.page_size = engine.config.block_size
         self._dtype = engine.config.kv_cache_dtype
         self.latent = model.latent is not None
+        self._rope = model.latent.rope_dim if model.latent else 0
         self.layers = model.num_layers
         self.row = wire.row_shape(model_for(model).cache_shape(model, self.page_size), self.latent)
         placement = engine.runner.step.placement
@@ -49,9 +50,13 @@ class EnginePages:
         leaf = jax.tree.leaves(engine.runner.pool)[0]
         pages = leaf.shape[0] if type(engine.runner.pool) is tuple else leaf.shape[1]
         self._pages_each = pages // len(self._caches())
-        row = wire.row_form(self.row, self._dtype)
+        row = self.row_form(self._dtype)
         self._row_bytes = math.prod(row.shape) * row.dtype.itemsize  # in one layer
         self._weights = sum(weight.nbytes for weight in jax.tree.leaves(engine.runner.params))
+
+    def row_form(self, dtype: str) -> jax.ShapeDtypeStruct:
+        """How a token's row of a layer travels in the cache's data type `dtype`."""
+        return wire.row_form(self.row, dtype, self._rope)
 
     def warm(self) -> None:
         """Compile what moves blocks of every size in the cache's own data type; only the padding page changes."""

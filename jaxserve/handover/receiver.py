@@ -228,7 +228,7 @@ class Receiver:
         ours = self.handshake
         if block.dtype != wire.wire_dtype(transfer.theirs.dtype, ours.dtype):
             raise HandoverFailed("corrupt", f"block {block.number} has rows of {block.dtype}")
-        row = wire.row_form(ours.row, block.dtype)
+        row = self._pages.row_form(block.dtype)
         heads, *width = row.shape
         shape = (block.rows, heads // block.pieces, *width)
         wanted = [jax.ShapeDtypeStruct(shape, row.dtype)] * (block.layers * block.pieces)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.pages import ScaledPages, plain_and_scales, unpacked
+from pallas_kernels.int4_rows import PACKED, latents_of
+from pallas_kernels.pages import ScaledPages, of_tokens, plain_and_scales, unpacked
 
 KEYS_AT_ONCE, ROWS_AT_ONCE = 512, 128
 NOTHING = -1e30
@@ -87,8 +88,11 @@ def _expand(pages, table, first, count: int, length, k_up: Array, v_up: Array) -
     page = 2 * values.shape[-2]
     latent, rope = (x.reshape(count * page, -1) for x in unpacked(values[ids]))
     at = begin * page + jnp.arange(count * page, dtype=jnp.int32)
-    if scales is not None:
-        scale = jnp.swapaxes(scales[ids], -2, -1).reshape(-1, 1)
+    if values.dtype == PACKED:
+        scale = of_tokens(scales[ids]).reshape(count * page, -1)
+        latent, rope = latents_of(latent, rope, scale, k_up.shape[-1])
+    elif scales is not None:
+        scale = of_tokens(scales[ids]).reshape(-1, 1)
         latent, rope = latent.astype(jnp.float32) * scale, rope.astype(jnp.float32) * scale
     # A page may still hold what another request left there, NaN included: 0 * NaN must not reach the sum.
     written = (at < length)[:, None]

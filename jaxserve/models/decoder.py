@@ -68,9 +68,9 @@ def _attention(c: ModelConfig) -> ModuleType:
     return grouped_query if c.latent is None else latent
 
 
-def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
-    """One layer's page. There is one such array of pages per layer."""
-    return _attention(c).cache_shape(c, page_size)
+def cache_shape(c: ModelConfig, page_size: int, packed: bool = False) -> tuple[int, int, int]:
+    """One layer's page, `packed` if in 4 bits. There is one such array of pages per layer."""
+    return _attention(c).cache_shape(c, page_size, packed)
 
 
 def cache_axes(c: ModelConfig) -> tuple[str | None, ...]:
@@ -78,9 +78,9 @@ def cache_axes(c: ModelConfig) -> tuple[str | None, ...]:
     return _attention(c).CACHE_AXES
 
 
-def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, ...]:
-    """The scales of one layer's page, where the cache is in 8 bits."""
-    return _attention(c).cache_scales_shape(c, page_size)
+def cache_scales_shape(c: ModelConfig, page_size: int, packed: bool = False) -> tuple[int, ...]:
+    """The scales of one layer's page, where the cache is in low bits."""
+    return _attention(c).cache_scales_shape(c, page_size, packed)
 
 
 def cache_scales_axes(c: ModelConfig) -> tuple[str | None, ...]:

@@ -46,13 +46,13 @@ def params(c: ModelConfig, at: str) -> Tree:
     return tree
 
 
-def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
-    """One layer's page: keys and values side by side."""
-    return (c.kv_heads, page_size, 2 * c.head_dim)
+def cache_shape(c: ModelConfig, page_size: int, packed: bool) -> tuple[int, int, int]:
+    """One layer's page: keys and values side by side, or in the same bytes."""
+    return (c.kv_heads, page_size, c.head_dim if packed else 2 * c.head_dim)
 
 
-def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
-    """Scales of one layer's page in 8 bits: a token's keys' and values', of each head."""
+def cache_scales_shape(c: ModelConfig, page_size: int, packed: bool) -> tuple[int, int, int]:
+    """Scales of one layer's page in low bits: a token's keys' and values', of each head."""
     return (2, c.kv_heads, page_size)
 
 

@@ -20,6 +20,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.sizes import Latent
 from jaxserve.plan.cost import expanded_is_cheaper
 from pallas_kernels import chip
+from pallas_kernels.int4_rows import latent_bytes
 from pallas_kernels.op import platform
 from pallas_kernels.pages import as_kept, latent_page, plain_and_scales
 from sharding.context import all_rows, spread_attention
@@ -62,15 +63,16 @@ def params(c: ModelConfig, at: str) -> Tree:
     return tree
 
 
-def cache_shape(c: ModelConfig, page_size: int) -> tuple[int, int, int]:
+def cache_shape(c: ModelConfig, page_size: int, packed: bool) -> tuple[int, int, int]:
     """One layer's page: `rank` and `rope_dim` values a token, of whatever heads; see `pallas_kernels.pages`."""
     m = _sizes(c)
-    return latent_page(_kept(m), page_size, m.rope_dim)
+    return latent_page(latent_bytes(_kept(m), m.rope_dim) if packed else _kept(m), page_size, m.rope_dim)
 
 
-def cache_scales_shape(c: ModelConfig, page_size: int) -> tuple[int, int]:
-    """Scales of one layer's page in 8 bits: the even tokens' and the odd ones'."""
-    return (2, page_size // 2)
+def cache_scales_shape(c: ModelConfig, page_size: int, packed: bool) -> tuple[int, int]:
+    """Scales of one layer's page in low bits: the even tokens' and the odd ones'."""
+    m = _sizes(c)
+    return (2 * (_kept(m) // m.rope_dim + 1) if packed else 2, page_size // 2)
 
 
 def page_size(pages: Any) -> int:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import triton_attention as attention
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.mla_attention.reference import combine
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import latent_of, plain_and_scales
@@ -80,6 +81,8 @@ def _check(q_latent, q_rope, values, scales) -> None:
         raise Unfit(f"queries are {q_latent.dtype} and latents without scales {values.dtype}; use one type")
     if latent & (latent - 1) or lanes & (lanes - 1) or latent > 512 or lanes < 32:
         raise Unfit(f"latents of {latent} values and {q_rope.shape[-1]} of rope: powers of two, 512 at most")
+    if values.dtype == PACKED:
+        raise Unfit("latents in 4 bits: use float8_e4m3fn, float8_e5m2 or int8")
     check_addresses(pages=values)
 
 

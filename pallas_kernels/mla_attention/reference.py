@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.pages import ScaledPages, latent_of, plain_and_scales, unpacked
+from pallas_kernels.int4_rows import PACKED, latents_of
+from pallas_kernels.pages import ScaledPages, of_tokens, plain_and_scales, unpacked
 
 KEYS_AT_ONCE = 512  # keys of one block: a cache of no more needs no loop
 ROWS_AT_ONCE = 32  # tokens of one block when several sequences bring many
@@ -19,8 +20,9 @@ class Form(NamedTuple):
     """What is the same for every block of one call."""
 
     pages: Array  # [pages, 2 * C/128 + 1, page/2, 128]
-    scales: Array | None  # [pages, page]
+    scales: Array | None  # [pages, page, G]: G is 1, except in 4 bits
     scale: float
+    latent: int  # values of a latent
 
 
 class Partial(NamedTuple):
@@ -53,7 +55,7 @@ def mla_attention(
     A page of `page_size` tokens is [2 * C/128 + 1, page_size/2, 128]: row i of slabs 0 .. C/128-1 is the latent of
     token 2i, of the next C/128 slabs that of token 2i + 1, and of the last slab both rope keys, 64 values each.
     `page_write` puts rows [T, C + 64], the latent and then the (rotated) rope key, at places[t] = page * page_size +
-    offset. A cache in 8 bits is `ScaledPages(values, scales)`: scales [pages, 2, page_size/2] float32 multiply the
+    offset. A cache in low bits is `ScaledPages(values, scales)`: scales [pages, 2, page_size/2] float32 multiply the
     tokens, the even and the odd ones'. With `layer`, everything is the stack of all layers', [L, pages, ...].
 
     `first[b]` is where sequence b's first row stands among these keys: kv_lens minus its rows, unless
@@ -65,9 +67,7 @@ def mla_attention(
         page_table, values = page_table + layer * values.shape[1], values.reshape(-1, *values.shape[2:])
         scales = None if scales is None else scales.reshape(-1, *scales.shape[2:])
     t, b = q_latent.shape[0], kv_lens.shape[0]
-    if scales is not None:
-        scales = jnp.swapaxes(scales, -2, -1).reshape(scales.shape[0], -1)
-    form = Form(values, scales, scale)
+    form = Form(values, None if scales is None else of_tokens(scales), scale, q_latent.shape[-1])
     q = jnp.concatenate([q_latent, q_rope], axis=-1)
     new = q_starts[1:] - q_starts[:-1]
     first = kv_lens - new if first is None else first
@@ -114,7 +114,7 @@ def _ragged(form, q, q_starts, first, page_table, kv_lens):
         blocks = jnp.where(new[s] > 1, (new[s] + rows - 1) // rows, 0)
         return lax.fori_loop(0, blocks, partial(block, s), outs)
 
-    n, c = q.shape[1], latent_of(form.pages)
+    n, c = q.shape[1], form.latent
     outs = jnp.zeros((t + rows, n, c), jnp.float32), jnp.full((t + rows, n), NOTHING, jnp.float32)
     outs = lax.fori_loop(0, b, sequence, outs)
     at = jnp.where(new == 1, q_starts[:-1], t)
@@ -125,7 +125,7 @@ def _ragged(form, q, q_starts, first, page_table, kv_lens):
 
 def _attend(form, q_BRND, first, page_table, kv_lens):
     """R consecutive rows of each sequence from position `first[b]` on -> [B, R, N, C], [B, R, N], float32."""
-    (b, r, n, _), c = q_BRND.shape, latent_of(form.pages)
+    (b, r, n, _), c = q_BRND.shape, form.latent
     page = 2 * form.pages.shape[-2]
     at_once = min(page_table.shape[1], max(1, KEYS_AT_ONCE // page))
     positions = jnp.repeat(first[:, None] + jnp.arange(r, dtype=jnp.int32)[None], n, axis=1)
@@ -157,13 +157,16 @@ def _block(form, q_BXD, positions, kv_lens, page_table, at_once, i, state):
     ids = lax.dynamic_slice_in_dim(page_table, begin, at_once, axis=1)
     at = begin * page + jnp.arange(keys, dtype=jnp.int32)
     written = (at[None] < kv_lens[:, None]) & (at >= i * keys)[None]
-    latent, rope = (x.reshape(b, keys, -1).astype(q_BXD.dtype) for x in unpacked(form.pages[ids]))
+    latent, rope = unpacked(form.pages[ids])
+    if form.pages.dtype == PACKED:
+        latent, rope = latents_of(latent, rope, form.scales[ids], form.latent)
+    latent, rope = (x.reshape(b, keys, -1).astype(q_BXD.dtype) for x in (latent, rope))
     # A page may still hold what another request left there, NaN included: 0 * NaN must not reach the sum.
     latent = jnp.where(written[..., None], latent, jnp.zeros((), latent.dtype))
     keys_BSD = jnp.concatenate([latent, rope], axis=-1)
     scores = jnp.einsum("bxd,bsd->bxs", q_BXD, keys_BSD, preferred_element_type=jnp.float32) * form.scale
     token_scale = None
-    if form.scales is not None:
+    if form.scales is not None and form.pages.dtype != PACKED:
         token_scale = jnp.where(written, form.scales[ids].reshape(b, keys), 0.0)[:, None]
         scores = scores * token_scale
     seen = written[:, None] & (at[None, None] <= positions[..., None])
@@ -195,6 +198,7 @@ def cost(
     seen = [np.minimum(np.arange(f + 1, f + r + 1), s) for f, r, s in zip(start, new, lens, strict=True)]
     pairs = int(np.sum(np.concatenate(seen)))
     span = int(np.sum(np.where(new > 0, np.minimum(lens, start + new), 0)))
-    token = (c + rope) * values.dtype.itemsize + (4 if scales is not None else 0)
+    slabs, _, lanes = values.shape[-3:]
+    token = slabs * lanes // 2 * values.dtype.itemsize + (0 if scales is None else 2 * scales.shape[-2])
     rows = int(np.sum(new)) * n * ((2 * c + rope) * q_latent.dtype.itemsize + 4)
     return 2 * pairs * n * (2 * c + rope), span * token + rows

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.pages import ROPE, ScaledPages, latent_page, plain_and_scales
 
 
@@ -30,6 +31,8 @@ class Case:
             options["layer"] = jnp.asarray(options["layer"])
 
         def some(x):
+            if x.dtype == PACKED:
+                return jnp.asarray(rng.integers(0, 256, size=x.shape), x.dtype)
             values = jnp.asarray(rng.normal(size=x.shape) * (50 if x.dtype == jnp.int8 else 1), x.dtype)
             return jnp.where(values == 0, jnp.zeros_like(values), values)
 
@@ -60,7 +63,7 @@ class Case:
     def _page(self) -> tuple[int, int, int]:
         if self.heads is None:
             return latent_page(self.latent, self.page)
-        return self.heads[0], self.page, self.heads[1]
+        return self.heads[0], self.page, self.heads[1] // (2 if self.cache == INT4 else 1)
 
     def defined(self, out) -> np.ndarray:
         """All pages but page 0, which takes the padding, and their scales."""
@@ -73,13 +76,14 @@ class Case:
         return np.concatenate([values.reshape(-1), scales.reshape(-1)])
 
 
-FP8 = "float8_e4m3fn"
+FP8, INT4 = "float8_e4m3fn", jnp.dtype(PACKED).name
 
 TINY = {
     "decode": Case((2, 128), new=(1, 1, 1), old=(0, 17, 31), padding=2),
     "chunk": Case((3, 128), new=(21, 1, 5), old=(9, 40, 0), layers=2),
     "FP8": Case((3, 128), new=(1, 60, 130), old=(127, 100, 70), page=128, padding=1, cache=FP8),
     "INT8": Case((2, 128), new=(1, 30), old=(127, 0), page=128, layers=2, cache="int8"),
+    "INT4": Case((2, 256), new=(1, 30, 3), old=(127, 0, 50), page=128, layers=2, padding=1, cache=INT4),
     "latents": Case(None, new=(1, 1, 40, 1), old=(0, 17, 33, 63), page=64, latent=128, layers=2, padding=2),
     "latents, FP8": Case(None, new=(1, 1, 70), old=(0, 255, 211), page=256, latent=256, padding=2, cache=FP8),
 }
@@ -89,6 +93,7 @@ _MANY = (1,) * 64
 REAL = {
     "llama-70b decode": Case((8, 256), new=_MANY, old=(4095,) * 64, page=128, layers=2),
     "llama-70b decode, FP8": Case((8, 256), new=_MANY, old=(4095,) * 64, page=128, layers=2, cache=FP8),
+    "llama-70b decode, INT4": Case((8, 256), new=_MANY, old=(4095,) * 64, page=128, layers=2, cache=INT4),
     "llama-70b prefill": Case((8, 256), new=(8192,), old=(0,), page=128, layers=2),
     "llama-70b prefill, FP8": Case((8, 256), new=(8192,), old=(0,), page=128, layers=2, cache=FP8),
     "smollm2 decode": Case((3, 128), new=(1,) * 32, old=(999,) * 32, page=16, layers=2),

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import LANES, ROPE, ScaledPages, is_latent, plain_and_scales, quantise_rows
 from pallas_kernels.triton_limits import check_addresses, layer_index
@@ -23,6 +24,8 @@ def page_write(pages, rows, places, *, layer=None):
     values, scales = plain_and_scales(pages)
     check_addresses(pages=values)
     latents = is_latent(rows)
+    if latents and values.dtype == PACKED:
+        raise Unfit("latents in 4 bits: use float8_e4m3fn, float8_e5m2 or int8")
     if latents and values.shape[-1] != LANES:
         raise Unfit(f"rope keys of {values.shape[-1] // 2} values: {ROPE} are what pages are made for")
     if scales is None:

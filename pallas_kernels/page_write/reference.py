@@ -1,5 +1,6 @@
 """The definition of page_write."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def page_write(
 
     Rows [T, K, 2H] are keys and values side by side, for pages [*L, pages, K, page_size, 2H]. Rows [T, C + 64] are
     latents followed by rope keys, for pages [*L, pages, 2 * C/128 + 1, page_size/2, 128] in which two tokens share a
-    row (`pallas_kernels.pages`). `ScaledPages` take the rows in 8 bits, with a scale for every token's key and value
+    row (`pallas_kernels.pages`). `ScaledPages` take the rows in low bits, with a scale for every token's key and value
     of a head, or for every latent with its rope key; `ScaledRows`, which have these already, are kept as they are.
 
     Donate `pages`, and nothing is copied. Rows of one page come one after the other, as their places do. Places may
@@ -32,8 +33,8 @@ def page_write(
     if scales is None:
         assert not isinstance(rows, ScaledRows)
         return put(values, None, rows.astype(values.dtype), None, places, layer)[0]
-    small, found = quantise_rows(rows, values.dtype)
-    if values.dtype == jnp.int8:
+    small, found = quantise_rows(rows, values.dtype, values.shape[-1] // 2)
+    if jnp.issubdtype(values.dtype, jnp.integer):
         return ScaledPages(*put(values, scales, small, found, places, layer))
     # As bytes: XLA on a CPU scatters 8-bit floats by way of 32 bits. It does copy the bytes once.
     codes, small = (lax.bitcast_convert_type(x, jnp.uint8) for x in (values, small))
@@ -54,7 +55,7 @@ def _put_heads(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
 
 
 def _put_latents(values, scales, rows, found, places, layer) -> tuple[Array, Any]:
-    """Rows [T, C + 64] and scales [T] in their places."""
+    """Rows [T, C + 64] and scales [T] or [T, G] in their places."""
     half, lanes = values.shape[-2:]
     slabs, rope = rows.shape[-1] // lanes, lanes // 2
     page, row, odd = places // (2 * half), places % (2 * half) // 2, places % 2
@@ -65,14 +66,19 @@ def _put_latents(values, scales, rows, found, places, layer) -> tuple[Array, Any
     values = values.at[(*stack, page[:, None], slab, row[:, None])].set(latent)
     values = values.at[(*stack, page[:, None], 2 * slabs, row[:, None], lane)].set(rows[:, slabs * lanes :])
     if scales is not None:
-        scales = scales.at[(*stack, page, odd, row)].set(found)
+        found = found.reshape(len(found), -1)
+        count = found.shape[1]
+        kind = odd[:, None] * count + jnp.arange(count, dtype=places.dtype)[None]
+        scales = scales.at[(*stack, page[:, None], kind, row[:, None])].set(found)
     return values, scales
 
 
 def cost(pages: Array | ScaledPages, rows: Array, places: Array, **_) -> tuple[int, int]:
     """(floating-point operations, bytes to and from HBM) of one call."""
     values, scales = plain_and_scales(pages)
-    kept = rows.size * values.dtype.itemsize
+    tokens, latents = rows.shape[0], len(rows.shape) == 2
+    page = values.shape[-2] * (2 if latents else 1)
+    token = math.prod(values.shape[-3:]) // page * values.dtype.itemsize
     if scales is not None:
-        kept += 4 * rows.shape[0] * (1 if len(rows.shape) == 2 else 2 * rows.shape[1])
-    return 0, rows.nbytes + kept + places.nbytes
+        token += 4 * (scales.shape[-2] // 2 if latents else 2 * rows.shape[1])
+    return 0, rows.nbytes + tokens * token + places.nbytes

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.op import Unfit
 from pallas_kernels.page_write import tpu_merge
 from pallas_kernels.pages import (
@@ -48,10 +49,10 @@ def page_write(pages, rows, places, *, layer=None):
     values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
     per_row = 2 if is_latent(rows) else 1
     page = values.shape[-2] * per_row
+    _check(values, scales, plain_and_scales(rows)[0], page, per_row)
     found: Any = None
     if scales is not None:
         rows, found = quantise_rows(rows, values.dtype)
-    _check(values, scales, rows, page, per_row)
     layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     values_out = _write_values(values, rows.astype(values.dtype), places, layer, per_row)
     if scales is None:
@@ -63,11 +64,13 @@ def page_write(pages, rows, places, *, layer=None):
 def _check(values, scales, rows, page: int, per_row: int) -> None:
     """Refuse what the tiles of the chip do not fit."""
     unit, width = 32 // values.dtype.itemsize * per_row, values.shape[-1]
-    known = (jnp.bfloat16, jnp.float32) if scales is None else (jnp.float8_e4m3fn, jnp.int8)
+    known = (jnp.bfloat16, jnp.float32) if scales is None else (jnp.float8_e4m3fn, jnp.int8, PACKED)
+    if values.dtype == PACKED and per_row == 2:
+        raise Unfit("latents in 4 bits: use float8_e4m3fn")
     if values.dtype not in known or width % LANES or page % unit:
         raise Unfit(
             f"pages of {page} tokens, {width} values of {values.dtype} each: the chip moves {unit} tokens of a "
-            f"multiple of 128 bfloat16 or float32 values at once (float8_e4m3fn or int8 ones with scales)"
+            f"multiple of 128 bfloat16 or float32 values at once (float8_e4m3fn, int8 or packed ones with scales)"
         )
     if per_row == 2 and rows.shape[1] != latent_of(values) + ROPE:
         raise Unfit(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.pages import ScaledPages, plain_and_scales
 
 
@@ -39,11 +40,14 @@ class Case:
                 unwritten[..., row[s // self.page], s % self.page] = False
         values[np.broadcast_to(unwritten[..., None, :, None], values.shape)] = np.nan
         values[..., 0, :, :, :] = np.nan
-        values = jnp.asarray(values * 50 if pages.dtype == jnp.int8 else values).astype(pages.dtype)
+        size = {INT8: 50, INT4: 4}.get(str(pages.dtype), 1)
+        if pages.dtype == PACKED:
+            values = rng.integers(0, 256, size=pages.shape)
+        values = jnp.asarray(values * size if pages.dtype == jnp.int8 else values, pages.dtype)
         if scales is not None:
             values = ScaledPages(
                 jnp.where(values == 0, jnp.zeros_like(values), values),
-                _scales(rng, scales.shape, unwritten, 50 if pages.dtype == jnp.int8 else 1),
+                _scales(rng, scales.shape, unwritten, size),
             )
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
@@ -71,7 +75,8 @@ class Case:
         t = sum(self.new) + self.padding
         if self.tree:
             options["tree"] = jax.ShapeDtypeStruct((t,), jnp.int32)
-        pages = jax.ShapeDtypeStruct((*stack, 1 + sum(counts), k, self.page, 2 * h), self.cache or dtype)
+        width = h if self.cache == INT4 else 2 * h
+        pages = jax.ShapeDtypeStruct((*stack, 1 + sum(counts), k, self.page, width), self.cache or dtype)
         if self.cache:
             scales = jax.ShapeDtypeStruct((*pages.shape[:-3], 2, k, self.page), jnp.float32)
             pages = ScaledPages(pages, scales)
@@ -95,7 +100,7 @@ def _scales(rng, shape, unwritten, size: int) -> jax.Array:
     return jnp.asarray(np.where(unwritten[..., None, None, :], np.nan, scales))
 
 
-FP8, INT8 = "float8_e4m3fn", "int8"
+FP8, INT8, INT4 = "float8_e4m3fn", "int8", jnp.dtype(PACKED).name
 
 TINY = {
     "decode": Case((4, 2, 64), new=(1, 1, 0, 1), lens=(150, 1, 0, 37), window=40, sinks=True, padding=1),
@@ -103,6 +108,9 @@ TINY = {
     "mixed": Case((6, 2, 64), new=(1, 18, 3, 0, 1), lens=(20, 30, 130, 0, 5), window=100, padding=4),
     "decode, FP8": Case(
         (6, 2, 64), new=(1, 1, 0), lens=(150, 1, 0), page=128, layers=2, sinks=True, cache=FP8
+    ),
+    "mixed, INT4": Case(
+        (4, 2, 128), new=(1, 18, 0, 3), lens=(150, 140, 0, 3), page=128, layers=2, padding=2, cache=INT4
     ),
     "tree, INT8": Case(
         (4, 2, 64),
@@ -125,11 +133,15 @@ REAL = {
     "llama-70b decode, INT8": Case(
         (64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2, cache=INT8
     ),
+    "llama-70b decode, INT4": Case(
+        (64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2, cache=INT4
+    ),
     "llama-70b prefill": Case((64, 8, 128), new=(8192,), lens=(8192,), page=128, layers=2),
     "llama-8b mixed": Case(
         (32, 8, 128), new=(1,) * 62 + (962, 1024), lens=(2048,) * 62 + (962, 8192), page=64, layers=2
     ),
     "llama-8b prefill, FP8": Case((32, 8, 128), new=(4096,), lens=(4096,), page=128, layers=2, cache=FP8),
+    "llama-8b prefill, INT4": Case((32, 8, 128), new=(4096,), lens=(4096,), page=128, layers=2, cache=INT4),
     "llama-8b tree": Case((32, 8, 128), new=(16,) * 16, lens=(4096,) * 16, page=64, layers=2, tree=True),
     "llama-8b verify": Case((32, 8, 128), new=(4,) * 32, lens=(4096,) * 32, page=64, layers=2),
     "smollm2 decode": Case((9, 3, 64), new=(1,) * 32, lens=(1000,) * 32, page=16, layers=2),

@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import triton_attention as attention
+from pallas_kernels.hadamard import turned
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import plain_and_scales
 from pallas_kernels.row_tiles import Tiles, row_tiles
@@ -67,6 +69,8 @@ def paged_attention(
     """See `reference.paged_attention`. Heads of up to 256, a multiple of 16; pages of any size."""
     values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
     _check(q, values, scales)
+    packed = values.dtype == PACKED
+    q = turned(q) if packed else q
     (t, n, _), k, b = q.shape, values.shape[2], kv_lens.shape[0]
     g = n // k
     s = _static(q, k, b)._replace(scale=scale * LOG2_E, soft_cap=soft_cap, windowed=window is not None)
@@ -90,7 +94,8 @@ def paged_attention(
     )
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     # Where every sequence has one row, it is the only guess.
-    return _launch(s, scalars, Options(scales, sinks, None if t == b else tree), q, values)
+    out = _launch(s, scalars, Options(scales, sinks, None if t == b else tree), q, values)
+    return turned(out) if packed else out
 
 
 def _check(q, values, scales) -> None:
@@ -195,7 +200,8 @@ def _block(
     s: Static, scalars: Scalars, options: Options, pages, k, tile: _Tile, masked: bool, i, state: State
 ):
     """`state` after one more block of keys."""
-    page, h, dtype = pages.shape[-2], pages.shape[-1] // 2, tile.q.dtype
+    packed, page, dtype = pages.dtype == PACKED, pages.shape[-2], tile.q.dtype
+    h = pages.shape[-1] // (1 if packed else 2)
     at = i * s.keys + lax.iota(jnp.int32, s.keys)
     column = lax.iota(jnp.int32, s.columns)
     written = at < tile.length if masked else None
@@ -204,8 +210,12 @@ def _block(
     if written is not None:
         here = written[:, None] if here is None else written[:, None] & here
     where = (scalars.layer[0], ids[:, None], k, offset[:, None])
-    keys = load(pages.at[(*where, column[None])], here).astype(dtype)
-    values = load(pages.at[(*where, h + column[None])], here).astype(dtype)
+    keys = load(pages.at[(*where, column[None])], here)
+    if packed:
+        keys, values = (((keys.astype(jnp.int32) << up) >> 28).astype(jnp.float32) + 0.5 for up in (28, 24))
+    else:
+        values = load(pages.at[(*where, h + column[None])], here)
+    keys, values = keys.astype(dtype), values.astype(dtype)
     scores = attention.product(tile.q, keys, 1) * s.scale
     scale_of_values = None
     if options.scales is not None:

@@ -9,6 +9,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels.hadamard import turned
+from pallas_kernels.int4_rows import PACKED, two_of
 from pallas_kernels.pages import ScaledPages, plain_and_scales
 
 KEYS_AT_ONCE = 128  # keys of one block: few that no row sees, and scores that stay in a core's cache
@@ -67,8 +69,9 @@ def paged_attention(
     A query at position p sees positions p - window < s <= p (`window` None or <= 0: all up to p). `soft_cap` bends the
     scores to cap * tanh(score / cap) (Gemma 2). `sinks` adds one more score a head to the softmax, without
     a value (gpt-oss). `tree` is for guesses that branch: row t does not see the sequence's new token i < 32 unless it
-    is itself, or comes before and bit i of tree[t] is set. A cache in 8 bits is `ScaledPages(values, scales)`: scales
-    [pages, 2, K, page] float32 multiply the tokens' keys and values (`pallas_kernels.pages`).
+    is itself, or comes before and bit i of tree[t] is set. A cache in low bits is `ScaledPages(values, scales)`: scales
+    [pages, 2, K, page] float32 multiply the tokens' keys and values (`pallas_kernels.pages`); in 4 bits pages are
+    [pages, K, page, H].
 
     Scores and sums are float32; rows of no sequence come back as anything finite.
     """
@@ -77,6 +80,7 @@ def paged_attention(
         page_table, values = page_table + layer * values.shape[1], values.reshape(-1, *values.shape[2:])
         scales = None if scales is None else scales.reshape(-1, *scales.shape[2:])
     (t, n, h), (b, k) = q.shape, (kv_lens.shape[0], values.shape[1])
+    q = turned(q) if values.dtype == PACKED else q
     full = None if window is None else jnp.where(jnp.asarray(window) > 0, window, np.int32(2**30))
     form = Form(values, scales, scale, full, soft_cap)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(k, n // k)
@@ -86,7 +90,8 @@ def paged_attention(
         out = _attend(form, q_TKGH[:, None], _one_row(kv_lens), page_table, kv_lens, sinks_KG)[:, 0]
     else:
         out = _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks_KG)
-    return out.reshape(t, n, h).astype(q.dtype)
+    out = out.reshape(t, n, h)
+    return (turned(out) if values.dtype == PACKED else out).astype(q.dtype)
 
 
 def _one_row(kv_lens: Array) -> Rows:
@@ -168,10 +173,12 @@ def _block(form, q_BKRH, rows: Rows, kv_lens, page_table, pages_at_once, i, stat
     keys = pages_at_once * page
     ids = lax.dynamic_slice_in_dim(page_table, begin, pages_at_once, axis=1)
     of_head = ids[:, None, :] * k + jnp.arange(k, dtype=jnp.int32)[None, :, None]
-    flat = form.pages.reshape(-1, page, 2 * h)
-    # Two gathers: cutting one in halves afterwards is a copy more.
-    k_BKSH = flat[of_head, :, :h].reshape(b, k, keys, h).astype(q_BKRH.dtype)
-    v_BKSH = flat[of_head, :, h:].reshape(b, k, keys, h).astype(q_BKRH.dtype)
+    flat = form.pages.reshape(-1, *form.pages.shape[2:])
+    if flat.dtype == PACKED:
+        k_BKSH, v_BKSH = two_of(flat[of_head])
+    else:  # two gathers: cutting one in halves afterwards is a copy more
+        k_BKSH, v_BKSH = flat[of_head, :, :h], flat[of_head, :, h:]
+    k_BKSH, v_BKSH = (x.reshape(b, k, keys, h).astype(q_BKRH.dtype) for x in (k_BKSH, v_BKSH))
     at = begin * page + jnp.arange(keys, dtype=jnp.int32)
     written = (at[None] < kv_lens[:, None]) & (at >= i * keys)[None, :]
     # A page may still hold what another request left there, NaN included: 0 * NaN must not reach the sum.

@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip, tuning
+from pallas_kernels.hadamard import turned
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.op import Unfit
 from pallas_kernels.paged_attention import tpu_body, tpu_many
 from pallas_kernels.paged_attention.tpu_walk import LANES, Form, Pairs, Static
@@ -63,7 +65,9 @@ def paged_attention(
     blocks = _blocks(q, pages, page_table, b, blocks)
     call = functools.partial(
         _launch, pages, scales, page_table, layer, window, sinks,
-        form=Form(scale, soft_cap, window is not None, scales is not None, sinks is not None, False),
+        form=Form(
+            scale, soft_cap, window is not None, scales is not None, sinks is not None, False, pages.dtype == PACKED
+        ),
     )  # fmt: skip
     lens, new = kv_lens, q_starts[1:] - q_starts[:-1]
     if t == b:
@@ -83,15 +87,16 @@ def _check(q, pages, scales, page_table) -> None:
     """Refuse what the tiles of the chip do not fit."""
     h, (page, width) = q.shape[-1], pages.shape[-2:]
     smallest = 32 // pages.dtype.itemsize if scales is None else LANES
-    known = (q.dtype,) if scales is None else (jnp.float8_e4m3fn, jnp.int8)
+    known = (q.dtype,) if scales is None else (jnp.float8_e4m3fn, jnp.int8, PACKED)
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype not in known:
         raise Unfit(
             f"queries are {q.dtype} and the cache is {pages.dtype}; both must be bfloat16 or both float32, or the "
-            f"cache float8_e4m3fn or int8 with scales"
+            f"cache float8_e4m3fn or int8 with scales, or packed in 4 bits"
         )
     if width % LANES or h > 256:
         raise Unfit(
-            f"head size {h}: keys and values of a token must fill whole rows of 128; use 64, 128, 192 or 256"
+            f"head size {h}: keys and values of a token must fill whole rows of 128; use 64, 128, 192 or 256 (in 4 "
+            f"bits, where they share their bytes, 128 or 256)"
         )
     if page % smallest or (page % LANES and LANES % page):
         raise Unfit(f"page size {page} of {pages.dtype}: use a power of two from {smallest}")
@@ -184,6 +189,8 @@ def _launch(
 ) -> Array:  # fmt: skip
     """Attention of `q` in tiles of `rows` tokens -> [T, N, H]."""
     (t, n, h), (_, _, k, page, width) = q.shape, pages.shape
+    if form.packed:
+        q = turned(q)
     g, tiles, here = n // k, -(-t // rows), chip.ambient()
     q_tiles, height = _tiled(q, k, rows, width)
     static = Static(
@@ -223,7 +230,8 @@ def _launch(
         ),
         name=f"paged_attention_{rows}",
     )(*scalars, *inputs, *memories)
-    return _untiled(out, t, n, g, rows, h)
+    found = _untiled(out, t, n, g, rows, h)
+    return turned(found) if form.packed else found
 
 
 def _tile_of(core, step, shares, _options, _table, tile, *_, count: int):

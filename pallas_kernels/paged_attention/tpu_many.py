@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention.tpu_walk import (
     Call,
     Static,
     bent,
+    codes,
     dot,
     inner_scale,
     next_block,
@@ -146,14 +147,18 @@ def _cut(whole: slice, unit: int = UNIT) -> list[slice]:
 def _prepare(c: Call, at: Step) -> None:
     """Transpose the values of the step's head, their scales multiplied in, and have the keys' scales at hand."""
     s, r, own, head = c.s, c.r, c.r.state, at.step // c.s.chunks
-    values = r.kv[at.slot, head, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
+    if s.form.packed:
+        keys, values = (codes(r.kv[at.slot, head], high=high) for high in (False, True))
+    else:
+        keys = r.kv[at.slot, head, :, : s.lanes]
+        values = r.kv[at.slot, head, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
     if not s.form.scaled:
         own.values[at.side, : s.head] = values.T[-s.head :]
         return
     key_scale, value_scale = (r.kv_scales[at.slot, i, pl.ds(head, 1)] for i in range(2))
     turned = values.astype(jnp.float32).T[-s.head :]
     own.values[at.side, : s.head] = (turned * value_scale).astype(own.values.dtype)
-    own.keys[at.side] = r.kv[at.slot, head, :, : s.lanes].astype(jnp.float32).astype(own.keys.dtype)
+    own.keys[at.side] = keys.astype(jnp.float32).astype(own.keys.dtype)
     own.key_scales[at.side] = jnp.broadcast_to(key_scale * inner_scale(s.form), (LANES, s.keys)).T
 
 

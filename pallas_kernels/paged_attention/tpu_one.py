@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention.tpu_walk import (
     Call,
     Static,
     bent,
+    codes,
     dot,
     inner_scale,
     next_block,
@@ -55,7 +56,10 @@ def attend(c: Call, pair) -> None:
 def _scores(c: Call, slot, k: int) -> Array:
     """Products of a head's query row with the block's keys, [height, keys], in base 2."""
     s, r = c.s, c.r
-    keys = r.kv[slot, k, :, slice(0, s.head) if s.head % LANES == 0 else slice(None)]
+    if s.form.packed:
+        keys = codes(r.kv[slot, k], high=False).astype(r.q.dtype)
+    else:
+        keys = r.kv[slot, k, :, slice(0, s.head) if s.head % LANES == 0 else slice(None)]
     scale = inner_scale(s.form)
     if s.form.scaled:
         scale *= r.kv_scales[slot, 0, k : k + 1]
@@ -73,7 +77,10 @@ def _fold(c: Call, slot, k: int, scores: Array) -> None:
     weight[k] = weight[k] * shrink + sum(lanes[1:], lanes[0])
     if s.form.scaled:
         weights *= r.kv_scales[slot, 1, k : k + 1]
-    values = r.kv[slot, k, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
+    if s.form.packed:
+        values = codes(r.kv[slot, k], high=True).astype(r.q.dtype)
+    else:
+        values = r.kv[slot, k, :, slice(s.head, None) if s.head % LANES == 0 else slice(None)]
     found = dot(weights.astype(r.q.dtype), values, contract=0)
     sums[k] = sums[k] * _wide(shrink, found.shape[1]) + found
 

@@ -24,6 +24,7 @@ class Form(NamedTuple):
     scaled: bool  # whether every key and value has a scale
     sinks: bool
     tree: bool
+    packed: bool = False  # whether a byte holds a code of a key and one of its value
 
 
 class Static(NamedTuple):
@@ -194,10 +195,11 @@ def _clear(c: Call, slot, left) -> None:
 
     def clear(i, _):
         tokens = pl.ds(pl.multiple_of(i * s.page, s.page), s.page)
-        at = i * s.page + lax.broadcasted_iota(jnp.int32, (1, s.page, s.width), 1)
-        kept = r.kv[slot, :, tokens]
-        kept = kept.astype(jnp.float32) if s.form.scaled else kept
-        r.kv[slot, :, tokens] = jnp.where(at < left, kept, jnp.zeros((), kept.dtype)).astype(r.kv.dtype)
+        if not s.form.packed:  # their codes are finite, whatever they are
+            at = i * s.page + lax.broadcasted_iota(jnp.int32, (1, s.page, s.width), 1)
+            kept = r.kv[slot, :, tokens]
+            kept = kept.astype(jnp.float32) if s.form.scaled else kept
+            r.kv[slot, :, tokens] = jnp.where(at < left, kept, jnp.zeros((), kept.dtype)).astype(r.kv.dtype)
         if s.form.scaled:
             at = i * s.page + lax.broadcasted_iota(jnp.int32, (2, s.kv_heads, s.page), 2)
             r.kv_scales[slot, :, :, tokens] = jnp.where(at < left, r.kv_scales[slot, :, :, tokens], 0.0)
@@ -213,6 +215,12 @@ def dot(x: Array, y: Array, contract: int) -> Array:
     return lax.dot_general(
         x, y, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def codes(packed: Array, *, high: bool) -> Array:
+    """What the low or high nibbles of bytes, which are the keys' or the values', stand for beside their scales."""
+    wide = packed.astype(jnp.int32)
+    return ((wide << (24 if high else 28)) >> 28).astype(jnp.float32) + np.float32(0.5)
 
 
 def inner_scale(form: Form) -> np.float32:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kv import wire
+from pallas_kernels.int4_rows import latent_bytes
 from pallas_kernels.page_write import page_write
 from pallas_kernels.pages import LOW_BITS, ScaledPages, latent_page, plain_and_scales
 
@@ -40,8 +41,12 @@ def test_rows_survive_another_page_size_and_form(latent, stacked):
 
 def low_bits(latent: bool, page_size: int, cache: str, stacked: bool):
     """Two layers of empty pages with scales."""
-    page = latent_page(32, page_size, 16) if latent else (3, page_size, 16)
-    scales = (2, page_size // 2) if latent else (2, 3, page_size)
+    packed = cache == "int4"
+    if latent:
+        page = latent_page(latent_bytes(32, 16) if packed else 32, page_size, 16)
+        scales = (2 * 3 if packed else 2, page_size // 2)
+    else:
+        page, scales = (3, page_size, 8 if packed else 16), (2, 3, page_size)
     layer = ScaledPages(jnp.zeros((9, *page), LOW_BITS[cache]), jnp.zeros((9, *scales)))
     return jax.tree.map(lambda x: jnp.stack([x, x]), layer) if stacked else (layer, layer)
 
@@ -58,7 +63,10 @@ def test_rows_are_quantised_on_the_way_as_page_write_does_and_then_travel_as_the
         for layer, row in zip(low_bits(latent, 16, cache, False), rows, strict=True)
     ]
     small, sums = wire.take(plain, at, latent=latent, dtype=cache)
-    assert small[0].dtype == jnp.uint8 and small[0].shape[1:] == wire.row_form(rows[0].shape[1:], cache).shape
+    assert (
+        small[0].dtype == jnp.uint8
+        and small[0].shape[1:] == wire.row_form(rows[0].shape[1:], cache, 16).shape
+    )
     arrived = wire.put(low_bits(latent, 16, cache, False), small, there)
     np.testing.assert_array_equal(wire.checksums(small), sums)
     for got, wanted in zip(arrived, written, strict=True):

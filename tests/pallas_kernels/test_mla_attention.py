@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.int4_rows import PACKED, latent_bytes
 from pallas_kernels.mla_attention import cases, mla_attention, reference, tpu
 from pallas_kernels.mla_attention.cases import Case
 from pallas_kernels.op import Unfit
 from pallas_kernels.page_write import page_write
-from pallas_kernels.pages import ScaledPages, latent_page, packed, plain_and_scales, quantise, unpacked
+from pallas_kernels.pages import (
+    ScaledPages,
+    as_kept,
+    latent_page,
+    packed,
+    plain_and_scales,
+    quantise,
+    unpacked,
+)
 
 FP8 = cases.FP8
 
@@ -165,6 +174,31 @@ def test_tokens_are_written_in_their_places(cache):
         got *= np.swapaxes(np.asarray(scales), -2, -1).reshape(2, 512, 1)
     np.testing.assert_allclose(got[1, places], rows, rtol=0 if scales is None else 2**-4, atol=1e-2)
     assert np.count_nonzero(got) == np.count_nonzero(got[1, places])
+
+
+@pytest.mark.parametrize("latent", [256, 128])
+def test_latents_in_four_bits_keep_each_part_to_its_own_scale_and_their_rope_keys_in_eight(latent):
+    """Parts of a latent far apart in size are written, read and attended as `as_kept` says; 128 fill half a slab."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(11, latent + 64)).astype(np.float32)
+    rows *= np.repeat(10.0 ** np.arange(latent // 64 + 1), 64).astype(np.float32)
+    groups = latent // 64 + 1
+    shape = latent_page(latent_bytes(latent, 64), 8)
+    pages = ScaledPages(jnp.zeros((4, *shape), PACKED), jnp.full((4, 2 * groups, 4), np.nan))
+    kept = np.asarray(as_kept(pages, jnp.asarray(rows)))
+    wrong = np.abs(kept - rows).reshape(11, groups, 64).max(-1) / np.abs(rows).reshape(11, groups, 64).max(-1)
+    assert 1 / 30 < wrong[:, :-1].max() < 1 / 14 and wrong[:, -1].max() < 1 / 250
+    pages = page_write(pages, jnp.asarray(rows), jnp.array([8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26]))
+    q = rng.normal(size=(3, 2, latent + 64)).astype(np.float32) / 10.0 ** np.arange(groups).repeat(64)
+    q = jnp.asarray(q, jnp.float32)
+    table, starts, lens = jnp.array([[1, 3]]), jnp.array([0, 3]), jnp.array([11])
+    got, _ = mla_attention(q[..., :latent], q[..., latent:], pages, table, starts, lens, scale=0.1)
+    scores = np.einsum("tnd,sd->tns", q, kept) * 0.1
+    scores = np.where(np.arange(11)[None, None] <= 8 + np.arange(3)[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("tns,sc->tnc", weights / weights.sum(-1, keepdims=True), kept[:, :latent])
+    size = np.repeat(10.0 ** np.arange(groups - 1), 64)
+    np.testing.assert_allclose(np.asarray(got) / size, want / size, rtol=1e-3, atol=1e-3)
 
 
 def check_kernel(case: Case, dtype, tolerance: float, **blocks) -> None:

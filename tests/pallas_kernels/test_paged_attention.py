@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.hadamard import turned
+from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import paged_attention, reference
-from pallas_kernels.pages import ScaledPages
+from pallas_kernels.pages import ScaledPages, as_kept
 
 
 def by_hand(q, keys, values, scale, window, soft_cap, sinks):
@@ -151,6 +153,26 @@ def test_each_guess_of_a_tree_sees_its_own_branch():
     np.testing.assert_allclose(
         got[7:], by_hand(q[7:], chain_k, chain_v, 0.3, None, None, None), rtol=2e-5, atol=2e-5
     )
+
+
+def test_a_cache_in_four_bits_spreads_what_is_large_over_its_head():
+    """One value of a head far larger than the others costs these no more than a step of all; twice `turned` is none."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(10, 2, 64)).astype(np.float32)
+    rows[:, :, 5] *= 20  # of the keys
+    np.testing.assert_allclose(turned(turned(jnp.asarray(rows))), rows, rtol=1e-5, atol=1e-5)
+    pages = ScaledPages(jnp.zeros((5, 2, 4, 32), PACKED), jnp.zeros((5, 2, 2, 4)))
+    stored = np.asarray(as_kept(pages, jnp.asarray(rows)))
+    wrong = np.abs(stored - rows)
+    step = np.abs(rows[:, :, :32]).max() / 7.5  # of codes that would not be turned
+    assert wrong[:, :, :32].mean() < step / 6 and wrong[:, :, 32:].mean() < 0.2
+    pages = page_write(pages, jnp.asarray(rows), jnp.arange(4, 14, dtype=jnp.int32))
+    assert isinstance(pages, ScaledPages) and pages.values.nbytes == rows.size / 2 * 2
+    q = rng.normal(size=(3, 4, 32)).astype(np.float32)
+    table, starts, lens = jnp.array([[1, 2, 3]]), jnp.array([0, 3]), jnp.array([10])
+    got = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.1)
+    want = by_hand(q, stored[..., :32], stored[..., 32:], 0.1, None, None, None)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache, error", [("float8_e4m3fn", 2**-4), ("int8", 2**-6)])

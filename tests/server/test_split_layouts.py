@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 LOW_BITS = {
     f"{name}, {cache}": {"kv_cache_dtype": cache} | layout
-    for cache in ("fp8", "int8")
+    for cache in ("fp8", "int8", "int4")
     for name, layout in {
         "page 8": {"block_size": 8},
         "page 4, tensor 2": {"block_size": 4, "tensor_parallel_size": 2, "first_device": 2},
@@ -152,9 +152,9 @@ def test_eight_bits_arrive_as_they_are_and_say_what_the_receiver_says_alone(mode
 
 
 @pytest.mark.supports(
-    "disaggregation", "a plain cache for prompts and one in 8 bits to go on: quantised on the way"
+    "disaggregation", "a plain cache for prompts and one in low bits to go on: quantised on the way"
 )
-@pytest.mark.parametrize("model, cache", [("llama", "fp8")])
+@pytest.mark.parametrize("model, cache", [("llama", "fp8"), ("deepseek", "int4")])
 def test_a_plain_cache_is_quantised_on_the_way_and_never_the_other_way_round(model, cache, request):
     workers, sender, receiver = request.getfixturevalue(model), "page 16, tensor 2", f"page 8, {cache}"
 
