@@ -1,7 +1,5 @@
 """Every GPU kernel equals its op's definition in Pallas' interpreter, for any mix of rows, and refuses the rest."""
 
-import importlib
-import pkgutil
 from functools import partial
 
 import jax
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-import pallas_kernels
 from pallas_kernels import formats, triton_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.matmul import cases as matmul_cases
@@ -27,19 +24,15 @@ from pallas_kernels.pages import packed
 from pallas_kernels.row_tiles import row_tiles
 from pallas_kernels.triton_limits import check_addresses
 from tests.device import gpu as on_a_card
+from tests.pallas_kernels.every_op import every_op, format_of
 
 
 def tiny():
     """Named calls in bfloat16; float32, which shows that nothing else is rounded, is what any mix below is in."""
-    for info in pkgutil.iter_modules(pallas_kernels.__path__):
-        if not info.ispkg:
-            continue
-        op = getattr(importlib.import_module(f"pallas_kernels.{info.name}"), info.name)
-        for name, case in importlib.import_module(f"pallas_kernels.{info.name}.cases").TINY.items():
-            if "gpu" in op.kernels and not hasattr(case, "over"):
-                kept = getattr(case, "format", None) or getattr(case, "cache", None)
-                format = "BF16" if kept is None else getattr(kept, "name", kept)
-                row = pytest.mark.supports("GPU kernels, interpreted", f"{op.name} {format}")
+    for op, known in every_op("gpu"):
+        for name, case in known.TINY.items():
+            if not hasattr(case, "over"):
+                row = pytest.mark.supports("GPU kernels, interpreted", f"{op.name} {format_of(case)}")
                 yield pytest.param(op, case, id=f"{op.name}-{name}", marks=row)
 
 

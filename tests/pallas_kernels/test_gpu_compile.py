@@ -1,21 +1,18 @@
 """Every GPU kernel and case compiles to machine code for GPUs that are not here, its loops without spills."""
 
-import importlib
 import os
-import pkgutil
-from collections import defaultdict
 from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_kernels
 from pallas_kernels.chip import GPUS, Gpu
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import cases as paged_cases
 from pallas_kernels.paged_attention import paged_attention
+from tests.pallas_kernels.every_op import by_format, every_op
 from tests.pallas_kernels.ptx import compiled, kernels_in, lowered
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -27,26 +24,15 @@ SPILLED = {mla_attention: 256, paged_attention: 8}  # bytes of a thread
 
 def every_kernel():
     """The cases of an op and format for the two architectures in turn; one that is alone for both."""
-    for info in pkgutil.iter_modules(pallas_kernels.__path__):
-        if not info.ispkg:
-            continue
-        op = getattr(importlib.import_module(f"pallas_kernels.{info.name}"), info.name)
-        kinds = defaultdict(list)
-        for name, case in importlib.import_module(f"pallas_kernels.{info.name}.cases").REAL.items():
-            if "gpu" in op.kernels and not hasattr(case, "over"):
-                kinds[_format_of(case)].append((name, case))
-        for format, named in kinds.items():
+    for op, known in every_op("gpu"):
+        for format, named in by_format(known.REAL).items():
+            named = [(name, case) for name, case in named if not hasattr(case, "over")]
             for i, (name, case) in enumerate(named):
                 for gpu in ARCHITECTURES if len(named) == 1 else [ARCHITECTURES[i % 2]]:
                     row = pytest.mark.supports(
                         "GPU kernels, compiled", f"{op.name} {format} sm_{gpu.capability}"
                     )
                     yield pytest.param(op, case, gpu, id=f"{op.name}-{name}-{gpu.name}", marks=row)
-
-
-def _format_of(case) -> str:
-    kept = getattr(case, "format", None) or getattr(case, "cache", None)
-    return "BF16" if kept is None else getattr(kept, "name", kept)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Every TPU kernel equals its op's definition, refuses what it cannot do, and compiles for each generation."""
 
-import importlib
 import inspect
-import pkgutil
 import re
 from functools import partial
 
@@ -16,11 +14,11 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import pallas_kernels
 from pallas_kernels.chip import CHIPS, ambient
 from pallas_kernels.op import Op, Unfit
 from pallas_kernels.page_write import page_write
 from pallas_kernels.paged_attention import cases, paged_attention
+from tests.pallas_kernels.every_op import by_format, every_op, format_of
 
 DTYPES = {"bfloat16": 1e-2, "float32": 3e-5}
 EIGHT = {
@@ -31,27 +29,23 @@ EIGHT = {
 }  # devices of a mesh axis
 
 
-def every_op():
-    for info in pkgutil.iter_modules(pallas_kernels.__path__):
-        if info.ispkg:
-            op = getattr(importlib.import_module(f"pallas_kernels.{info.name}"), info.name)
-            if "tpu" in op.kernels:
-                yield op, importlib.import_module(f"pallas_kernels.{info.name}.cases")
-
-
 def tiny():
-    for op, known in every_op():
+    for op, known in every_op("tpu"):
         for name, case in known.TINY.items():
+            row = pytest.mark.supports("TPU kernels, interpreted", f"{op.name} {format_of(case)}")
             for dtype in getattr(known, "DTYPES", DTYPES):
-                yield pytest.param(op, case, dtype, id=f"{op.name}-{name}-{dtype}")
+                yield pytest.param(op, case, dtype, id=f"{op.name}-{name}-{dtype}", marks=row)
 
 
 def real():
-    """Each case for two generations in turn, so that all meet every generation."""
-    for op, known in every_op():
-        for i, (name, case) in enumerate(known.REAL.items()):
-            for chip in (list(CHIPS)[i % 4], list(CHIPS)[(i + 2) % 4]):
-                yield pytest.param(op, case, CHIPS[chip], id=f"{op.name}-{name}-{chip}")
+    """Each case for two generations in turn, one that is alone with its format for all, so that formats meet all."""
+    chips = list(CHIPS)
+    for op, known in every_op("tpu"):
+        for format, named in by_format(known.REAL).items():
+            for i, (name, case) in enumerate(named):
+                for chip in chips if len(named) == 1 else (chips[i % 2], chips[i % 2 + 2]):
+                    row = pytest.mark.supports("TPU kernels, compiled", f"{op.name} {format} {chip}")
+                    yield pytest.param(op, case, CHIPS[chip], id=f"{op.name}-{name}-{chip}", marks=row)
 
 
 def placed(case, devices, fn):
