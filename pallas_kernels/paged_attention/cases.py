@@ -43,7 +43,7 @@ class Case:
         size = {INT8: 50, INT4: 4}.get(str(pages.dtype), 1)
         if pages.dtype == PACKED:
             values = rng.integers(0, 256, size=pages.shape)
-        values = jnp.asarray(values * size if pages.dtype == jnp.int8 else values, pages.dtype)
+        values = jnp.asarray(values * size if pages.dtype == jnp.int8 else values).astype(pages.dtype)
         if scales is not None:
             values = ScaledPages(
                 jnp.where(values == 0, jnp.zeros_like(values), values),
