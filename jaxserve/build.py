@@ -66,7 +66,7 @@ def build(
     """Load a model and compile its steps; seconds for a small model, and nothing compiles afterwards.
 
     `events` is told which cache pages can be found. Prompts are computed in about `layer_groups` programs, so that
-    the pages of some layers are complete before the others are.
+    the pages of some layers are complete before the others are; not in pipeline stages, whose pages cannot leave.
     """
     began = time.monotonic()
     if config.load_compiled and not Path(config.load_compiled).is_dir():
@@ -105,7 +105,8 @@ def build(
     step = Step(model_config, config.block_size, where)
     grouped = split_layers(weights["layers"], stacked=stacked, pieces=layer_groups)
     every_layer = not (stacked or where or config.load_compiled)
-    layered = LayeredStep(step, grouped, every_layer=every_layer) if layer_groups > 1 or every_layer else None
+    in_groups = layer_groups > 1 and config.pipeline_parallel_size == 1
+    layered = LayeredStep(step, grouped, every_layer=every_layer) if in_groups or every_layer else None
     pool = arrays.pool(num_pages)
     runner = DeviceRunner(step, weights, pool, arrays.state(), buckets, config.load_compiled, layered)
     loaded = time.monotonic()
