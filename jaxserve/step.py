@@ -29,7 +29,7 @@ from jaxserve.spread import spread_size, unpack_spread
 from pallas_kernels.op import platform
 from sharding.context import from_whoever_has
 from sharding.kernels import mapped, whole
-from sharding.rules import batch_axes
+from sharding.rules import batch_axes, step_axes
 
 COMPILER_OPTIONS = {
     # On TPU7x XLA otherwise wants weights in tiles of 16 x 128, and copies all of them into such in every step.
@@ -103,17 +103,17 @@ class Step:
 
 def _on_mesh(placement: Placement, config: ModelConfig, page_size: int, params, pool, state, flat, *, bucket):
     """Every group's step, on its part of all arguments but the weights; only experts hear of other groups."""
-    groups = batch_axes(placement.mesh)
+    groups, axes = batch_axes(placement.mesh), step_axes(placement.mesh)
     step = partial(_step, config, page_size, bucket=bucket, groups=groups)
-    if not groups:
+    if not axes:
         return step(params, pool, state, flat)
-    rows = P(groups)
+    rows = P(groups or None)
     in_specs = tuple(
         placement.inside(s) for s in (placement.params, placement.pool, placement.state, placement.flat)
     )
-    output: Any = StepOutput(P(None, groups), rows, rows, rows, P(), P())  # type: ignore[arg-type]
+    output: Any = StepOutput(P(None, *rows), rows, rows, rows, P(), P())  # type: ignore[arg-type]
     out_specs = (output, *in_specs[1:3])
-    return mapped(step, groups, in_specs, out_specs)(params, pool, state, flat)
+    return mapped(step, axes, in_specs, out_specs)(params, pool, state, flat)
 
 
 def shardings_out(placement: Placement):
