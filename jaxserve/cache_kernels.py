@@ -1,4 +1,4 @@
-"""Whether a device has kernels for a cache in 8 bits: elsewhere than on a CPU the definitions would be far too slow."""
+"""Whether a device has kernels for a cache in low bits: elsewhere than on a CPU the definitions would be far too slow."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ FP8_CAPABILITY = 8.9  # of NVIDIA GPUs: those before know no E4M3
 
 
 def check_cache_kernels(config: EngineConfig, c: ModelConfig, mesh: Mesh | None) -> None:
-    """ConfigError if a cache in 8 bits has no kernel for this model on the ambient platform; `config` is settled."""
+    """ConfigError if a cache in low bits has no kernel for this model on the ambient platform; `config` is settled."""
     asked = config.kv_cache_dtype
     if asked not in LOW_BITS or platform() == "cpu":
         return

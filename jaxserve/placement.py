@@ -55,7 +55,7 @@ def placement(
 ) -> Placement:
     """The placement of a model whose weights are the tree of `Param` `params`; `stacked` as its pool will be.
 
-    `cache_dtype` is that of `EngineConfig`: pages in 8 bits have scales beside them.
+    `cache_dtype` is that of `EngineConfig`: pages in low bits have scales beside them.
     """
     batch = batch_axes(mesh) or None
     vocab = present(mesh, TENSOR) or None

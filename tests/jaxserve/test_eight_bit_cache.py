@@ -94,8 +94,9 @@ def test_many_turns_stay_near_a_plain_cache(golden, arch, dtype):
 
 
 @pytest.mark.usefixtures("compiled_in_little_time")
-@pytest.mark.supports("cache", "FP8 on meshes, long prompts over the context axis too")
-def test_eight_devices_give_the_tokens_of_one(tmp_path):
+@pytest.mark.supports("cache", "FP8 and INT4 on meshes, long prompts over the context axis too")
+@pytest.mark.parametrize("cache", ["fp8", "int4"])
+def test_eight_devices_give_the_tokens_of_one(cache, tmp_path):
     """Scales are divided as their pages are; a prompt spread over devices sees what the pages will hold."""
     model = str(tiny_checkpoint(tmp_path, tokenizer=True))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -106,7 +107,7 @@ def test_eight_devices_give_the_tokens_of_one(tmp_path):
     )
     answers = []
     for settings in meshes:
-        llm = LLM(model, **FEW, **settings, kv_cache_dtype="fp8")
+        llm = LLM(model, **FEW, **settings, kv_cache_dtype=cache)
         outputs = llm.generate(
             [{"prompt_token_ids": LONG[:n]} for n in (5, 24, 60, 90)], params, use_tqdm=False
         )
