@@ -1,4 +1,4 @@
-"""Whether a device has kernels for a cache in low bits: elsewhere than on a CPU the definitions would be far too slow."""
+"""Whether a device has kernels for a cache in low bits: where it is no CPU the definitions would be far too slow."""
 
 from functools import partial
 from typing import Any
