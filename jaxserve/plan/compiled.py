@@ -1,7 +1,8 @@
 """The real step, compiled for devices that are not here, with shapes in place of arrays."""
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,46 @@ class CompiledStep:
         save_step(folder, self.lowered, self.executable)
 
 
-def deployment(config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Format | None) -> Deployment:
-    """The shapes of all that the engine would keep on this mesh, and where."""
+def deployment(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, experts: Format | None, *, linears: bool = False
+) -> Deployment:
+    """The shapes of all that the engine would keep on this mesh, and where.
+
+    `linears` says that linear layers are kept as experts are, as `packing.is_packable` has it: not the router, which
+    no checkpoint stores so, and not what latent attention makes of a part of a matrix.
+    """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         params = model_for(model).params(model)
     params["layers"] = stack_layers(params["layers"])
     where = placement(mesh, model, params, stacked=True, cache_dtype=config.kv_cache_dtype)
 
-    def shape(param: Param, sharding: Any) -> Any:
+    def shape(path: Any, param: Param, sharding: Any) -> Any:
         dtype = jnp.dtype(param.dtype or config.dtype)
-        if experts is None or "experts" not in param.axes or not is_matrix(param):
+        linear = linears and _is_linear(param) and path[-1].key != "router"
+        if experts is None or not (linear or ("experts" in param.axes and is_matrix(param))):
             return jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding)
+        format = _within_parts(experts, param, sharding) if linear else experts
         packed = jax.eval_shape(
-            partial(quantise, format=experts), jax.ShapeDtypeStruct(param.shape, jnp.float32)
+            partial(quantise, format=format), jax.ShapeDtypeStruct(param.shape, jnp.float32)
         )
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed)
+        packed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed)
+        return replace(packed, axes=param.axes[-2:])
 
-    weights = jax.tree.map(shape, params, where.params, is_leaf=lambda x: isinstance(x, Param))
+    weights = jax.tree.map_with_path(shape, params, where.params, is_leaf=lambda x: isinstance(x, Param))
     return Deployment(
         config, model, mesh, params, weights, experts, where, Arrays(config, model, params, True, where)
     )
+
+
+def _is_linear(param: Param) -> bool:
+    return len(param.part_shape) == 2 and param.cut is None and not {"vocab", "experts"} & {*param.axes}
+
+
+def _within_parts(format: Format, param: Param, sharding: Any) -> Format:
+    """The format with blocks that no border between devices cuts."""
+    here, whole = sharding.shard_shape(param.shape)[-2:], param.shape[-2:]
+    block = [math.gcd(b, n) if n < all_ else b for b, n, all_ in zip(format.block, here, whole, strict=True)]
+    return format if tuple(block) == format.block else replace(format, block=tuple(block))
 
 
 def compile_step(d: Deployment, bucket: Bucket, num_pages: int) -> CompiledStep:

@@ -30,6 +30,7 @@ DIVIDING = (
     "enable_expert_parallel",
 )  # fmt: skip
 EXPERTS = {"fp8": FP8_BLOCK, "mxfp4": MXFP4}  # by quant_method: how a checkpoint keeps its experts
+EXPERTS_ALONE = ("mxfp4",)  # methods that leave other linear layers as they are
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _load(made: Deployment, bucket: Bucket, context: int) -> Load:
 def deployed(config: EngineConfig, slice_name: str) -> Deployment:
     """The model of `config` laid out on a slice; ConfigError if it cannot be divided so."""
     hf = read_config(config.model)
-    experts = EXPERTS.get((settings_of(hf) or {}).get("quant_method", ""))
+    method = (settings_of(hf) or {}).get("quant_method", "")
     model = ModelConfig.from_hf(without_settings(hf), config.max_model_len)
     try:
         mesh = _with_axes(topology_for(config, model).mesh(model_sizes(model), slice_of(slice_name)[1]))
@@ -146,7 +147,8 @@ def deployed(config: EngineConfig, slice_name: str) -> Deployment:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         config = settled(config, model)
         check_cache_kernels(config, model, mesh)
-    return deployment(config, model, mesh, experts if model.mixture else None)
+    experts = EXPERTS.get(method) if model.mixture else None
+    return deployment(config, model, mesh, experts, linears=method not in EXPERTS_ALONE)
 
 
 def _with_axes(mesh: Mesh) -> Mesh:

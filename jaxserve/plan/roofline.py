@@ -61,7 +61,7 @@ def roofline(
         for weight in weights
         if weight.multiplies
     )
-    flops += load.tokens * attention_flops(c, load.context) * _heads_here(weights) / load.stages * waited
+    flops += load.tokens * attention_flops(c, load.context) * _heads_here(weights) * waited
     return Roofline(
         read / chip.hbm_bandwidth, flops / chip.bf16, sum(t.nbytes for t in sent) / chip.ici_bandwidth
     )
@@ -136,4 +136,5 @@ def _rows(c: ModelConfig, param: Param, load: Load) -> float:
 
 
 def _heads_here(weights: list[Weight]) -> float:
+    """The share of all heads of all layers that a device has."""
     return min((w.share for w in weights if "heads" in w.param.axes), default=1.0)

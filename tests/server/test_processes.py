@@ -163,3 +163,11 @@ def test_four_processes_answer_as_one_and_end_together(start):
     check_answers(engine, "qwen3")
     engine.processes[0].send_signal(signal.SIGTERM)
     assert [process.wait(60) for process in engine.processes] == [0] * 4, engine.log.read_text()
+
+
+@pytest.mark.supports("many processes", "pipeline stages over two processes")
+def test_two_processes_with_half_of_the_layers_each(start):
+    """A dense layer in both, then one with experts in each."""
+    engine = start("deepseek_v2_lite", 2, 1, pipeline_parallel_size=2)
+    engine.wait_for("/readyz", 200, 200)
+    check_answers(engine, "deepseek_v2_lite")

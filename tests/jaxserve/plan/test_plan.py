@@ -1,10 +1,12 @@
 """Plans: real steps compiled for chips that are not here, what they take of them, and what is refused with numbers."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.buckets import Bucket
@@ -18,6 +20,7 @@ from jaxserve.plan.planner import as_json, deployed, divided_for, plan
 from jaxserve.plan.roofline import Load, attention_flops, roofline, weights_of
 from jaxserve.plan.slices import slice_of
 from jaxserve.weights.schemes import without_settings
+from pallas_kernels.formats import QTensor
 from tests.pallas_kernels.conftest import tpu_compiler  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
@@ -51,6 +54,31 @@ def test_a_plan_adds_up(small):
     assert sent["all-gather"].nbytes >= 32 * 4096 * 4, "the logits"
     assert 0 < decode.least.compute < prefill.least.compute
     assert json.loads(json.dumps(as_json(found)))["devices"] == 4
+
+
+@pytest.mark.supports("meshes", "pipeline stages, compiled for TPUs")
+def test_stages_take_half_of_the_layers_and_hand_rows_on(small):
+    """Microbatches of a prefill pass two stages in one turn more than there are; nothing is copied for it."""
+    config = settings(
+        small, tensor_parallel_size=2, num_gpu_blocks_override=1024, max_num_batched_tokens=1024
+    )
+    found = plan(replace(config, pipeline_parallel_size=2), "v5e:2x2", 1024)
+    parts, whole = (deployed(replace(config, pipeline_parallel_size=stages), "v5e:2x2") for stages in (2, 1))
+    # Bytes of embedding and head, which two devices share, and of the last norm.
+    everywhere = 2 * 4096 * 1024 // 2 * 2 + 1024 * 2
+    assert 2 * (found.weight_bytes - everywhere) == whole.arrays.weight_bytes - everywhere
+    assert 2 * found.page_bytes == whole.arrays.page_bytes
+    for step, turns, rows in zip(found.steps, (2, 5), (32, 256), strict=True):
+        (sent,) = [t for t in step.compiled.sent if t.kind == "collective-permute"]
+        assert (sent.calls, sent.nbytes) == (turns, turns * rows * 1024 * 2), "one microbatch, and four"
+        assert step.compiled.workspace_bytes < found.cache_bytes / 4, "the cache is copied"
+    load = Load(1024, 32, 1024, 1)
+    staged, alone = (
+        roofline(d.model, found.chip, weights_of(d.params, d.weights, d.where.params), 0, load, [])
+        for d, load in ((parts, replace(load, stages=2, microbatches=4)), (whole, load))
+    )
+    head = 2 * 32 * 4096 * 1024 // 2 / found.chip.bf16
+    assert staged.compute - head == pytest.approx((alone.compute - head) / 2 * 5 / 4)
 
 
 def test_a_plan_saves_every_step_of_its_deployment(small, tmp_path):
@@ -125,6 +153,21 @@ def test_what_does_not_fit_is_refused_with_numbers(model, slice_name, why, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(Exception, match=why):
         plan(divided_for(settings(model), slice_name), slice_name, 1024)
+
+
+def test_what_a_checkpoint_has_in_8_bits_is_planned_in_8_bits():
+    """DeepSeek-V3: all but the embedding, the head, routers, norms, and what absorbs latents; 671 GB and a little."""
+    made = deployed(divided_for(settings("deepseek-v3"), "v5p:4x4x4"), "v5p:4x4x4")
+    plain = jax.tree.leaves(made.weights, is_leaf=lambda x: isinstance(x, QTensor))
+    plain = [x for x in plain if not isinstance(x, QTensor) and x.dtype == jnp.bfloat16]
+    absorbing = 61 * 128 * 256 * 512
+    assert sum(x.size for x in plain if x.ndim == 4) == absorbing
+    assert sum(x.size for x in plain if x.ndim == 3) == 58 * 256 * 7168, "routers"
+    values = sum(math.prod(w.param.shape) for w in weights_of(made.params, made.weights, made.where.params))
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.weights))
+    assert stored == pytest.approx(values + sum(x.size for x in plain), rel=1e-3), (
+        "a scale for 16,384 of them"
+    )
 
 
 def test_more_devices_than_the_slice_has_are_refused():
