@@ -21,6 +21,7 @@ from pallas_kernels.expert_exchange import tpu as exchange_tpu
 from pallas_kernels.ring_attention import cases as ring_cases
 from pallas_kernels.ring_attention import reference as ring_reference
 from pallas_kernels.ring_attention import tpu as ring_tpu
+from pallas_kernels.ring_attention.layout import lowest
 
 Blocks = Mapping[str, int] | None
 
@@ -44,8 +45,7 @@ def cost(op: str, case: Any) -> tuple[int, int]:
     if op == "expert_exchange":
         (rows, _), _ = case.shapes(jnp.bfloat16)
         return exchange_reference.cost(rows, case.counts()[0])
-    q, kv, q_places, kv_places, starts = _own(case)
-    return ring_reference.cost(q, kv, q_places, kv_places, starts, latent=case.latent, devices=1)
+    return ring_reference.cost(*_own(case), latent=case.latent, window=case.window, devices=1)
 
 
 def _exchange(case: exchange_cases.Case, _: Blocks) -> tuple[Callable, list]:
@@ -73,7 +73,9 @@ def _own(case: ring_cases.Case) -> list:
 
 def _ring_step(case: ring_cases.Case, blocks: Blocks) -> tuple[Callable, list]:
     q, kv, q_places, kv_places, starts = _own(case)
-    static, parts = ring_tpu.sizes(q, kv, scale=1.0, axis_name=case.axis, latent=case.latent, blocks=blocks)
+    static, parts = ring_tpu.sizes(
+        q, kv, scale=1.0, axis_name=case.axis, latent=case.latent, soft_cap=case.soft_cap, blocks=blocks
+    )
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     rows = q.shape[0] * static.heads
     state = (
@@ -81,7 +83,7 @@ def _ring_step(case: ring_cases.Case, blocks: Blocks) -> tuple[Callable, list]:
         jax.ShapeDtypeStruct((parts, rows, static.sums), jnp.float32),
     )
     slots = shape((2, kv.shape[1], kv.shape[0], kv.shape[2]))
-    info = np.stack([q_places, starts], axis=1)
+    info = np.stack([q_places, np.asarray(lowest(q_places, starts, case.window))], axis=1)
     scalars = np.array([0, 1, 1], np.int32)
 
     def call(scalars, q, info, places, stats, sums, slots):

@@ -55,9 +55,10 @@ def output(state: State) -> Array:
     return state.sums / jnp.maximum(state.weight, 1e-30)[:, None]
 
 
-def log_sum(state: State) -> Array:
-    """log2 of the sum of 2^score."""
-    return jnp.where(state.weight > 0, state.top + jnp.log2(jnp.maximum(state.weight, 1e-30)), MASKED)
+def log_sum_exp(state: State) -> Array:
+    """In base e."""
+    found = (state.top + jnp.log2(jnp.maximum(state.weight, 1e-30))) * (1 / LOG2_E)
+    return jnp.where(state.weight > 0, found, MASKED)
 
 
 def product(x: Array, y: Array, over: int) -> Array:

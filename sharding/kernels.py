@@ -33,12 +33,12 @@ def paged_attention(
     *,
     sinks: Float[Array, "N"] | None = None,
     **options: Any,
-) -> Float[Array, "T N H"]:
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """See `pallas_kernels.paged_attention`. Query heads are divided, and kv heads as far as they go."""
     heads = divided(TENSOR)
     specs = (P(None, heads), kv_heads_spec(pages), P(), P(), P())
     return everywhere(
-        paging.paged_attention, heads, specs, P(None, heads), {"sinks": P(heads)},
+        paging.paged_attention, heads, specs, (P(None, heads),) * 2, {"sinks": P(heads)},
         q, pages, page_table, q_starts, kv_lens, sinks=sinks, **options,
     )  # fmt: skip
 

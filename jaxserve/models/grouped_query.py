@@ -87,7 +87,7 @@ def attention(
         )
         return _out(c, w, out_TNH), pages
     pages = page_write(pages, kv_TKW, batch.places)
-    out_TNH = paged_attention(
+    out_TNH, _ = paged_attention(
         q_TNH,
         pages,
         batch.page_table,

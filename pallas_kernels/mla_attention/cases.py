@@ -21,6 +21,8 @@ class Case:
     latent: int = 512
     layers: int | None = None  # the cache is a stack of so many layers
     padding: int = 0  # rows at the end that are nobody's
+    later: int = 0  # keys that are elsewhere, between these and the rows' own
+    tree: bool = False  # guesses that branch
     cache: str | None = None  # type of the pages; None: that of the queries
 
     def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
@@ -40,6 +42,10 @@ class Case:
             values = jnp.where(values == 0, jnp.zeros_like(values), values)
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
+        if self.later:
+            options["first"] = jnp.asarray(lens - np.diff(starts) + np.int32(self.later))
+        if self.tree:
+            options["tree"] = jnp.asarray(rng.integers(0, 2**31, size=q_rope.shape[0]), jnp.int32)
         q = [jnp.asarray(rng.normal(size=x.shape), dtype) for x in (q_latent, q_rope)]
         pages = packed(values[..., : self.latent], values[..., self.latent :])
         if scales is not None:
@@ -65,6 +71,8 @@ class Case:
         if self.layers:
             options["layer"] = np.int32(self.layers - 1)
         t = sum(self.new) + self.padding
+        if self.tree:
+            options["tree"] = jax.ShapeDtypeStruct((t,), jnp.int32)
         return (
             jax.ShapeDtypeStruct((t, self.heads, self.latent), dtype),
             jax.ShapeDtypeStruct((t, self.heads, ROPE), dtype),
@@ -91,6 +99,8 @@ TINY = {
     "decode, FP8": Case(16, new=(1, 0, 1), lens=(300, 0, 70), page=256, latent=128, padding=1, cache=FP8),
     "chunk": Case(16, new=(19,), lens=(150,), page=64, latent=256, layers=2, padding=3),
     "mixed": Case(32, new=(1, 9, 3, 0, 1), lens=(20, 30, 130, 0, 5), page=32, latent=128, padding=4),
+    "tree": Case(16, new=(6, 1, 35, 0), lens=(30, 9, 300, 0), page=64, latent=128, padding=2, tree=True),
+    "early part": Case(16, new=(3, 1), lens=(64, 100), page=64, latent=128, padding=1, later=99),
 }
 
 _DECODE = {"64 x 4096": (64, 4096), "128 x 4096": (128, 4096), "16 x 32768": (16, 32768)}
@@ -106,6 +116,8 @@ REAL = {
     "deepseek-v3 prefill 8192, FP8": Case(128, new=(8192,), lens=(8192,), layers=2, cache=FP8),
     "deepseek-v3 chunk of 2048 on 32768": Case(128, new=(2048,), lens=(34816,), layers=2),
     "deepseek-v3 mixed": Case(128, new=(1,) * 30 + (500, 1000), lens=(2048,) * 30 + (500, 8192), layers=2),
+    "deepseek-v3 tree": Case(128, new=(16,) * 16, lens=(4096,) * 16, layers=2, tree=True),
+    "deepseek-v3 tree, FP8": Case(128, new=(16,) * 16, lens=(4096,) * 16, layers=2, tree=True, cache=FP8),
     "deepseek-v3 verify": Case(128, new=(4,) * 16, lens=(4096,) * 16, layers=2),
     "deepseek-v2-lite decode": Case(16, new=(1,) * 32, lens=(2048,) * 32, page=256, layers=2),
     "deepseek-v2-lite decode, FP8": Case(16, new=(1,) * 32, lens=(2048,) * 32, page=256, layers=2, cache=FP8),

@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels import context_parts, guesses
 from pallas_kernels import triton_attention as attention
 from pallas_kernels.int4_rows import PACKED
-from pallas_kernels.mla_attention.reference import combine
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import latent_of, plain_and_scales
 from pallas_kernels.row_tiles import Tiles, row_tiles
@@ -43,12 +43,21 @@ class Scalars(NamedTuple):
     tiles: Tiles
     shift: Array  # [B + 1]: row t of this step stands at position t + shift; nobody's rows come last
     length: Array  # [B + 1]
+    first_new: Array  # [B + 1]: position of the first of this step's tokens
     table: Array  # [B, P]
     layer: Array  # [1]
 
 
+class Options(NamedTuple):
+    """What a call may have; None where it does not."""
+
+    scales: Array | None  # [L, pages, 2, page/2]
+    tree: Array | None  # [T]
+
+
 def mla_attention(
-    q_latent, q_rope, pages, page_table, q_starts, kv_lens, *, scale, first=None, layer=None
+    q_latent, q_rope, pages, page_table, q_starts, kv_lens, *,
+    scale, first=None, layer=None, tree=None,
 ):  # fmt: skip
     """See `reference.mla_attention`. Latents of a power of two of values; caches in 8 bits with scales."""
     values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
@@ -65,10 +74,12 @@ def mla_attention(
     tensor_cores = q_latent.dtype != jnp.float32
     s = Static(rows, 32 if tensor_cores else 16, parts, scale * LOG2_E, 8 if rows == MOST_ROWS else 4, 3)
     nobody = jnp.zeros(1, jnp.int32)
-    shift, length = jnp.append(first - starts[:-1], nobody), jnp.append(kv_lens, nobody)
-    scalars = Scalars(tiles, shift, length, page_table, layer_index(layer))
-    out, sizes = _launch(s, scalars, q_latent, q_rope, values, scales)
-    out, sizes = (out[0], sizes[0]) if parts == 1 else combine(out, sizes)
+    of_sequences = (jnp.append(x, nobody) for x in (first - starts[:-1], kv_lens, first))
+    scalars = Scalars(tiles, *of_sequences, page_table, layer_index(layer))
+    # Where every sequence has one row, it is the only guess.
+    options = Options(scales, None if t == b else tree)
+    out, sizes = _launch(s, scalars, options, q_latent, q_rope, values)
+    out, sizes = (out[0], sizes[0]) if parts == 1 else context_parts.combine(out, sizes)
     return out.astype(q_latent.dtype), sizes
 
 
@@ -86,10 +97,10 @@ def _check(q_latent, q_rope, values, scales) -> None:
     check_addresses(pages=values)
 
 
-def _launch(s: Static, scalars: Scalars, q_latent, q_rope, values, scales):
+def _launch(s: Static, scalars: Scalars, options: Options, q_latent, q_rope, values):
     t, n, latent = q_latent.shape
     return pl.pallas_call(
-        functools.partial(_body, s, scales is not None),
+        functools.partial(_body, s),
         grid=(scalars.tiles.owner.shape[0], s.parts),
         out_shape=(
             jax.ShapeDtypeStruct((s.parts, t, n, latent), q_latent.dtype if s.parts == 1 else jnp.float32),
@@ -97,7 +108,7 @@ def _launch(s: Static, scalars: Scalars, q_latent, q_rope, values, scales):
         ),
         compiler_params=triton.CompilerParams(num_warps=s.warps, num_stages=s.stages),
         name="mla_attention",
-    )(scalars, q_latent, q_rope, values, *([] if scales is None else [scales]))
+    )(scalars, options, q_latent, q_rope, values)
 
 
 class _Tile(NamedTuple):
@@ -108,10 +119,10 @@ class _Tile(NamedTuple):
     position: Array  # [rows]
     length: Array  # keys that some row sees
     sequence: Array
+    tree: Array | None  # [rows]
 
 
-def _body(s: Static, scaled: bool, scalars: Scalars, q_latent, q_rope, values, *refs) -> None:
-    scales, out, sizes = refs if scaled else (None, *refs)
+def _body(s: Static, scalars: Scalars, options: Options, q_latent, q_rope, values, out, sizes) -> None:
     i, part = pl.program_id(0), pl.program_id(1)
     _, n, columns = q_latent.shape
     first, end, sequence = scalars.tiles.first[i], scalars.tiles.end[i], scalars.tiles.owner[i]
@@ -127,16 +138,17 @@ def _body(s: Static, scaled: bool, scalars: Scalars, q_latent, q_rope, values, *
         token + shift,
         jnp.where(end > first, length, 0),
         sequence,
+        None if options.tree is None else load(options.tree.at[token], mine),
     )
     low, high = attention.share(jnp.int32(0), pl.cdiv(tile.length, s.keys), s.parts, part)
-    step = functools.partial(_block, s, scalars, values, scales, tile)
+    step = functools.partial(_block, s, scalars, options.scales, values, tile)
     state = lax.fori_loop(low, high, step, attention.nothing_seen(s.rows, columns))
     result = attention.output(state).astype(out.dtype)
     triton.store(out.at[(part, *where, column)], result, mask=jnp.broadcast_to(here, result.shape))
-    triton.store(sizes.at[part, token, head], attention.log_sum(state) / LOG2_E, mask=mine)
+    triton.store(sizes.at[part, token, head], attention.log_sum_exp(state), mask=mine)
 
 
-def _block(s: Static, scalars: Scalars, values, scales, tile: _Tile, i, state: State) -> State:
+def _block(s: Static, scalars: Scalars, scales, values, tile: _Tile, i, state: State) -> State:
     """`state` after one more block of keys."""
     half, lanes = values.shape[-2:]
     slabs, rope = (values.shape[-3] - 1) // 2, tile.rope.shape[-1]
@@ -158,5 +170,8 @@ def _block(s: Static, scalars: Scalars, values, scales, tile: _Tile, i, state: S
     if scales is not None:
         found = load(scales.at[scalars.layer[0], page[:, 0], odd[:, 0], row[:, 0]], written)
         scores *= found[None]
-    seen = (at[None] <= tile.position[:, None]) & written[None]
+    position = tile.position[:, None]
+    seen = (at[None] <= position) & written[None]
+    if tile.tree is not None:
+        seen &= guesses.on_branch(tile.tree[:, None], at[None], position, scalars.first_new[tile.sequence])
     return attention.with_block(state, scores, seen, latent, found)

@@ -3,17 +3,19 @@
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels import context_parts, guesses
 from pallas_kernels.int4_rows import PACKED, latents_of
 from pallas_kernels.pages import ScaledPages, of_tokens, plain_and_scales, unpacked
 
 KEYS_AT_ONCE = 512  # keys of one block: a cache of no more needs no loop
 ROWS_AT_ONCE = 32  # tokens of one block when several sequences bring many
-NOTHING = -1e30  # log-sum-exp of a row that sees no key
+NOTHING = context_parts.NOTHING
 
 
 class Form(NamedTuple):
@@ -23,6 +25,14 @@ class Form(NamedTuple):
     scales: Array | None  # [pages, page, G]: G is 1, except in 4 bits
     scale: float
     latent: int  # values of a latent
+
+
+class Rows(NamedTuple):
+    """Where the query rows of one block stand, each [B, R]."""
+
+    position: Array
+    tree: Array | None  # which of the sequence's new tokens the row sees
+    first_new: Array  # position of the sequence's first new token
 
 
 class Partial(NamedTuple):
@@ -44,6 +54,7 @@ def mla_attention(
     scale: float,
     first: Int[Array, "B"] | None = None,
     layer: Int[Array, ""] | None = None,
+    tree: Int[Array, "T"] | None = None,
 ) -> tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
     """Causal attention of every sequence's newest tokens over all its latents, and the log-sum-exp of the scores.
 
@@ -59,8 +70,10 @@ def mla_attention(
     tokens, the even and the odd ones'. With `layer`, everything is the stack of all layers', [L, pages, ...].
 
     `first[b]` is where sequence b's first row stands among these keys: kv_lens minus its rows, unless
-    the keys are an early part of a longer context. Scores and sums are float32. Parts of a context, attended
-    apart, are put together by `combine`. Rows of no sequence come back as anything finite.
+    the keys are an early part of a longer context. `tree` is for guesses that branch: row t does not see the sequence's
+    new token i < 32 unless it is itself, or comes before and bit i of tree[t] is set. Scores and sums are float32.
+    Parts of a context, attended apart, are put together by `context_parts.combine`. Rows of no sequence come
+    back as anything finite.
     """
     values, scales = plain_and_scales(pages)
     if layer is not None:
@@ -72,36 +85,40 @@ def mla_attention(
     new = q_starts[1:] - q_starts[:-1]
     first = kv_lens - new if first is None else first
     if t == b:
-        out, lse = _attend(form, q[:, None], jnp.where(new > 0, first, -1), page_table, kv_lens)
-        out, lse = out[:, 0], lse[:, 0]
+        rows = _one_row(jnp.where(new > 0, first, -1))
+        out, lse = (x[:, 0] for x in _attend(form, q[:, None], rows, page_table, kv_lens))
     elif b == 1:
-        out, lse = (x[0] for x in _attend(form, q[None], first, page_table, kv_lens))
+        rows = _rows(first, first, t, None if tree is None else tree[None])
+        out, lse = (x[0] for x in _attend(form, q[None], rows, page_table, kv_lens))
     else:
-        out, lse = _ragged(form, q, q_starts, first, page_table, kv_lens)
+        out, lse = _ragged(form, q, tree, q_starts, first, page_table, kv_lens)
     return out.astype(q.dtype), lse
 
 
-def combine(outs: Float[Array, "X T N C"], lses: Float[Array, "X T N"]) -> tuple[Array, Array]:
-    """Attention over the union of X sets of keys, from what each set gave: ([T, N, C], [T, N])."""
-    top = jnp.max(lses, axis=0, keepdims=True)
-    shares = jnp.exp(lses - top)
-    weight = jnp.sum(shares, axis=0, keepdims=True)
-    out = jnp.sum(outs.astype(jnp.float32) * (shares / weight)[..., None], axis=0)
-    return out.astype(outs.dtype), (top + jnp.log(weight))[0]
+def _rows(begin: Array, first_new: Array, count: int, tree: Array | None) -> Rows:
+    """`count` rows of each sequence from position `begin` [B] on."""
+    positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    return Rows(positions, tree, jnp.broadcast_to(first_new[:, None], positions.shape))
 
 
-def _ragged(form, q, q_starts, first, page_table, kv_lens):
+def _one_row(first: Array) -> Rows:
+    return _rows(first, first, 1, None)
+
+
+def _ragged(form, q, tree, q_starts, first, page_table, kv_lens):
     """Sequences of many rows block by block, one after the other; those of one row all together."""
     t, b = q.shape[0], kv_lens.shape[0]
     new, rows = q_starts[1:] - q_starts[:-1], min(t, ROWS_AT_ONCE)
     padded = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))
+    trees = None if tree is None else jnp.pad(tree, (0, rows))
 
     def block(s, i, outs):
         begin = q_starts[s] + i * rows
+        bits = None if trees is None else lax.dynamic_slice_in_dim(trees, begin, rows)[None]
         got = _attend(
             form,
             lax.dynamic_slice_in_dim(padded, begin, rows)[None],
-            (first[s] + i * rows)[None],
+            _rows((first[s] + i * rows)[None], first[s][None], rows, bits),
             lax.dynamic_slice_in_dim(page_table, s, 1),
             jnp.minimum(kv_lens[s], first[s] + (i + 1) * rows)[None],
         )
@@ -119,18 +136,18 @@ def _ragged(form, q, q_starts, first, page_table, kv_lens):
     outs = lax.fori_loop(0, b, sequence, outs)
     at = jnp.where(new == 1, q_starts[:-1], t)
     lens = jnp.where(new == 1, kv_lens, 0)
-    ones = _attend(form, padded[at][:, None], first, page_table, lens)
+    ones = _attend(form, padded[at][:, None], _one_row(first), page_table, lens)
     return tuple(o.at[at].set(one[:, 0])[:t] for o, one in zip(outs, ones, strict=True))
 
 
-def _attend(form, q_BRND, first, page_table, kv_lens):
-    """R consecutive rows of each sequence from position `first[b]` on -> [B, R, N, C], [B, R, N], float32."""
+def _attend(form, q_BRND, rows: Rows, page_table, kv_lens):
+    """R rows of each sequence -> [B, R, N, C], [B, R, N], float32."""
     (b, r, n, _), c = q_BRND.shape, form.latent
     page = 2 * form.pages.shape[-2]
     at_once = min(page_table.shape[1], max(1, KEYS_AT_ONCE // page))
-    positions = jnp.repeat(first[:, None] + jnp.arange(r, dtype=jnp.int32)[None], n, axis=1)
+    rows = jax.tree.map(lambda x: jnp.repeat(x, n, axis=1), rows)
     q_BXD = q_BRND.reshape(b, r * n, -1)
-    step = partial(_block, form, q_BXD, positions, kv_lens, page_table, at_once)
+    step = partial(_block, form, q_BXD, rows, kv_lens, page_table, at_once)
     state = Partial(
         jnp.full((b, r * n), NOTHING, jnp.float32),
         jnp.zeros((b, r * n), jnp.float32),
@@ -143,11 +160,10 @@ def _attend(form, q_BRND, first, page_table, kv_lens):
         state = lax.fori_loop(0, (jnp.max(kv_lens) + keys - 1) // keys, step, state)
     top, weight, sums = state
     out = sums / jnp.maximum(weight, 1e-30)[..., None]
-    lse = jnp.where(weight > 0, top + jnp.log(jnp.maximum(weight, 1e-30)), NOTHING)
-    return out.reshape(b, r, n, c), lse.reshape(b, r, n)
+    return out.reshape(b, r, n, c), context_parts.log_sum_exp(top, weight).reshape(b, r, n)
 
 
-def _block(form, q_BXD, positions, kv_lens, page_table, at_once, i, state):
+def _block(form, q_BXD, rows: Rows, kv_lens, page_table, at_once, i, state):
     """`state` after one more block of keys: pages i * at_once onwards of every sequence."""
     b, count = page_table.shape
     page = 2 * form.pages.shape[-2]
@@ -169,7 +185,10 @@ def _block(form, q_BXD, positions, kv_lens, page_table, at_once, i, state):
     if form.scales is not None and form.pages.dtype != PACKED:
         token_scale = jnp.where(written, form.scales[ids].reshape(b, keys), 0.0)[:, None]
         scores = scores * token_scale
-    seen = written[:, None] & (at[None, None] <= positions[..., None])
+    position, key = rows.position[..., None], at[None, None]
+    seen = written[:, None] & (key <= position)
+    if rows.tree is not None:
+        seen &= guesses.on_branch(rows.tree[..., None], key, position, rows.first_new[..., None])
     scores = jnp.where(seen, scores, NOTHING)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     shrink = jnp.exp(state.top - top)

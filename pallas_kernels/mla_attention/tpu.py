@@ -19,12 +19,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import chip, tuning
+from pallas_kernels import chip, context_parts, tuning
 from pallas_kernels.mla_attention import tpu_body
-from pallas_kernels.mla_attention.reference import combine
 from pallas_kernels.mla_attention.tpu_body import Static, Tiles
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import LANES, ROPE, latent_of, plain_and_scales
+
+MOST_GUESSES = 8  # tokens of a step, where they are guesses of a tree
 
 
 class Blocks(NamedTuple):
@@ -38,7 +39,7 @@ class Blocks(NamedTuple):
 
 def mla_attention(
     q_latent, q_rope, pages, page_table, q_starts, kv_lens, *,
-    scale, first=None, layer=None, blocks=None,
+    scale, first=None, layer=None, tree=None, blocks=None,
 ):  # fmt: skip
     """See `reference.mla_attention`. At most 128 heads; `blocks` overrides the tuned sizes."""
     pages, scales = plain_and_scales(pages)
@@ -46,30 +47,35 @@ def mla_attention(
         pages, layer = pages[None], np.int32(0)
         scales = None if scales is None else scales[None]
     (t, _, _), b = q_latent.shape, kv_lens.shape[0]
-    _check(q_latent, q_rope, pages, page_table, scales)
+    _check(q_latent, q_rope, pages, page_table.size + (0 if tree is None else t), scales)
     given, blocks = blocks, _blocks(q_latent, pages, page_table, b, blocks)
     new = q_starts[1:] - q_starts[:-1]
     first = kv_lens - new if first is None else first
     call = functools.partial(_launch, q_latent, q_rope, pages, layer, scales, scale)
     if t != b:
         many = jnp.where(new > 1, kv_lens, 0) if b > 1 else kv_lens
-        found = call(blocks, page_table, _tiles(t, blocks.rows, q_starts, first, many))
+        if tree is not None:  # each token's bits are worked out apart
+            blocks = blocks._replace(tokens=math.gcd(blocks.tokens, MOST_GUESSES))
+        found = call(blocks, page_table, _tiles(t, blocks.rows, q_starts, first, many), tree=tree)
         if b == 1:
             return found
         ones = _one_row_tiles(jnp.where(new == 1, new, 0), first, kv_lens)
         row = jnp.minimum(q_starts[:-1], np.int32(t - 1))
         ones = ones._replace(row=row, first=row, count=jnp.where(new == 1, new, 0), shift=first - row)
         return call(_blocks(q_latent, pages, page_table, t, given), page_table, ones, into=found)
-    parts = _parts(b, page_table, blocks.keys, pages.shape[-2] * 2)
+    page = 2 * pages.shape[-2]
+    parts = context_parts.for_cores(b, page_table.shape[1] * page, blocks.keys)
     if parts == 1:
         return call(blocks, page_table, _one_row_tiles(new, first, kv_lens))
-    return _split(
-        functools.partial(call, blocks), parts, page_table, new, first, kv_lens, pages.shape[-2] * 2
-    )
+    page_table, first, kv_lens = context_parts.cut(parts, page_table, first, kv_lens, page)
+    tiles, row = _one_row_tiles(jnp.tile(new, parts), first, kv_lens), jnp.arange(b, dtype=jnp.int32)
+    tiles = tiles._replace(row=jnp.tile(row, parts), shift=first - jnp.tile(row, parts))
+    outs, lses = call(blocks, page_table, tiles, copies=parts)
+    return context_parts.combine(outs.reshape(parts, *q_latent.shape), lses.reshape(parts, b, -1))
 
 
-def _check(q_latent, q_rope, pages, page_table, scales) -> None:
-    """Refuse what the tiles of the chip do not fit."""
+def _check(q_latent, q_rope, pages, numbers: int, scales) -> None:
+    """Refuse what the tiles of the chip do not fit, or the scalar memory: `numbers` of tables and trees."""
     (_, n, c), page = q_latent.shape, 2 * pages.shape[-2]
     if q_latent.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype not in (
         q_latent.dtype,
@@ -88,9 +94,9 @@ def _check(q_latent, q_rope, pages, page_table, scales) -> None:
     unit = 64 // pages.dtype.itemsize if scales is None else 2 * LANES
     if page % unit:
         raise Unfit(f"page size {page} of {pages.dtype}: use a multiple of {unit}")
-    if page_table.size * 4 > chip.ambient().smem_bytes // 2:
+    if numbers * 4 > chip.ambient().smem_bytes // 2:
         raise Unfit(
-            f"a page table of {page_table.shape} fills the scalar memory; use larger pages than {page}"
+            f"{numbers} numbers of pages and trees fill the scalar memory; use larger pages than {page}"
         )
 
 
@@ -122,30 +128,11 @@ def _rule(heads: int, single: bool, chip_name: str) -> dict[str, int]:
     }
 
 
-def _parts(b: int, page_table, keys: int, page: int) -> int:
-    """In how many parts to cut every context, so that all cores have work; one where there are enough sequences."""
-    cores = chip.ambient().cores
-    wide = page_table.shape[1] * page >= 2 * cores * keys and page_table.shape[1] % cores == 0
-    return cores if b < 2 * cores and wide else 1
-
-
-def _split(call, parts: int, page_table, new, first, kv_lens, page: int):
-    """Every context in `parts`, each attended as if it were a sequence of its own."""
-    b, width = page_table.shape
-    begins = jnp.arange(parts, dtype=jnp.int32)[:, None] * (width // parts * page)
-    lens = jnp.clip(kv_lens[None] - begins, 0, width // parts * page).reshape(-1)
-    table = page_table.reshape(b, parts, -1).swapaxes(0, 1).reshape(b * parts, -1)
-    tiles = _one_row_tiles(jnp.tile(new, parts), (first[None] - begins).reshape(-1), lens)
-    row = jnp.tile(jnp.arange(b, dtype=jnp.int32), parts)
-    outs, lses = call(table, tiles._replace(row=row, shift=tiles.shift + tiles.row - row), copies=parts)
-    return combine(outs.reshape(parts, b, *outs.shape[1:]), lses.reshape(parts, b, -1))
-
-
 def _one_row_tiles(new: Array, first: Array, kv_lens: Array) -> Tiles:
     """Sequence b's one row is tile b."""
     b = jnp.arange(new.shape[0], dtype=jnp.int32)
     lens = jnp.where(new > 0, jnp.clip(first + 1, 0, kv_lens), 0)
-    return Tiles(b, b, jnp.ones_like(b), b, first - b, lens, lens)
+    return Tiles(b, b, jnp.ones_like(b), b, first - b, first, lens, lens)
 
 
 def _tiles(t: int, rows: int, q_starts: Array, first: Array, kv_lens: Array) -> Tiles:
@@ -162,7 +149,7 @@ def _tiles(t: int, rows: int, q_starts: Array, first: Array, kv_lens: Array) -> 
     seq = jnp.minimum(seq, b - 1)
     shift = first[seq] - q_starts[seq]
     length = jnp.where(real, jnp.clip(row + count + shift, 0, kv_lens[seq]), 0)
-    return Tiles(row, row, count, seq, shift, length, length)
+    return Tiles(row, row, count, seq, shift, first[seq], length, length)
 
 
 def _finished(tiles: Tiles) -> Tiles:
@@ -186,6 +173,7 @@ def _launch(
     tiles: Tiles,
     copies=1,
     into=None,
+    tree=None,
 ):
     """(out [copies * T, N, C], log-sum-exp [copies * T, N]); with `into`, those with only the tiles' rows replaced."""
     (t, n, c), page, here = q_latent.shape, 2 * pages.shape[-2], chip.ambient()
@@ -193,6 +181,7 @@ def _launch(
     static = Static(
         rows=blocks.rows, tokens=blocks.tokens, keys=blocks.keys, piece=blocks.piece, page=page,
         table_width=page_table.shape[1], heads=n, latent=c, scale=scale, scaled=scales is not None,
+        guessed=tree is not None,
         shrunk=1 / 16 if scales is not None and q_latent.dtype == jnp.bfloat16 and here.fp8 <= here.bf16 else 1.0,
     )  # fmt: skip
     tiles = _finished(tiles)
@@ -200,6 +189,7 @@ def _launch(
         _shares(tiles, cores, blocks),
         jnp.reshape(layer, 1).astype(jnp.int32),
         page_table.reshape(-1),
+        jnp.zeros(1, jnp.int32) if tree is None else tree,
         *tiles,
     )
     inputs = [q_latent, q_rope, pages] + ([] if scales is None else [scales])

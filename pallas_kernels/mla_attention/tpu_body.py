@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import guesses
 from pallas_kernels.pages import LANES, ROPE
 
 SLOTS = 4  # blocks in VMEM: one being summed, one being scored, two arriving
@@ -30,6 +31,7 @@ class Static(NamedTuple):
     latent: int
     scale: float
     scaled: bool  # whether every token has a scale
+    guessed: bool  # whether rows are guesses of a tree
     shrunk: float  # what the latents are multiplied by when they are read as another type of 8 bits
 
     @property
@@ -50,6 +52,7 @@ class Tiles(NamedTuple):
     count: Any  # tokens
     seq: Any
     shift: Any  # row + shift is the position in the sequence
+    old: Any  # position of the sequence's first new token
     length: Any  # keys that the last row sees; 0: nothing to do
     next: Any  # this tile or the first one after it that has keys
 
@@ -124,19 +127,20 @@ class _Call(NamedTuple):
     tiles: Tiles
     layer: Any
     table: Any
+    tree: Any  # [T]: bits of the guesses that each token sees
     last: Any  # end of this core's tiles
 
 
 def body(s: Static, scalars: int, inputs: int, *refs) -> None:
     """All of one core's tiles; inputs beyond the cache are the results' own memory."""
-    (shares, layer, table, *columns), rest = refs[:scalars], list(refs[scalars:])
+    (shares, layer, table, tree, *columns), rest = refs[:scalars], list(refs[scalars:])
     del rest[4 if s.scaled else 3 : inputs]
     if not s.scaled:
         rest.insert(3, None)
         rest.insert(7, None)
     core, tiles = pl.program_id(0), Tiles(*columns)
     begin, last = shares[core], shares[core + 1]
-    c = _Call(s, Refs(*rest), tiles, layer[0], table, last)
+    c = _Call(s, Refs(*rest), tiles, layer[0], table, tree, last)
     start = Place(tiles.next[begin], np.int32(0), np.int32(0), np.int32(0), np.int32(0))
     c.r.pending[0] = c.r.pending[1] = 0
 
@@ -383,12 +387,26 @@ def _dot(x: Array, y: Array, axis: int) -> Array:
 def _seen(c: _Call, at: Place, h: int, x: int) -> Array:
     """Which keys of the piece each query row may see."""
     s, tiles = c.s, c.tiles
+    if s.guessed:
+        return jnp.concatenate([_guesses_seen(c, at, h, x, i) for i in range(s.tokens)], axis=0) != 0
     position = tiles.row[at.tile] + at.chunk * s.tokens + tiles.shift[at.tile]
     if s.tokens > 1:
         position += lax.broadcasted_iota(jnp.int32, (s.height, LANES), 0) // s.heads
     left = jnp.minimum(position + 1, tiles.length[at.tile]) - at.block * s.keys
     row = lax.broadcasted_iota(jnp.int32, (s.height, LANES), 1)
     return jnp.concatenate([row < (left + 1 - h) // 2 - i for i in range(x, x + s.piece, LANES)], axis=1)
+
+
+def _guesses_seen(c: _Call, at: Place, h: int, x: int, i: int) -> Array:
+    """The same for the heads of the step's token i, in a tree of guesses: 0 or 1, [N, piece]."""
+    s, tiles = c.s, c.tiles
+    row = tiles.row[at.tile] + at.chunk * s.tokens + i
+    position = row + tiles.shift[at.tile]
+    bits = c.tree[jnp.minimum(row, c.tree.shape[0] - 1)]
+    key = at.block * s.keys + 2 * (x + lax.broadcasted_iota(jnp.int32, (8, s.piece), 1)) + h
+    seen = key < jnp.minimum(position + 1, tiles.length[at.tile])
+    seen &= guesses.on_branch(bits, key, position, tiles.old[at.tile])
+    return jnp.concatenate([jnp.where(seen, 1, 0)] * (s.heads // 8), axis=0)
 
 
 def _across(x: Array) -> Array:
@@ -445,13 +463,15 @@ def _finish(c: _Call, at: Place) -> None:
         if s.rows > 1:
             token = at.chunk * s.tokens + i
             rows = pl.ds(pl.multiple_of(token * s.heads, s.heads), s.heads)
-        weight = jnp.sum(r.weight[rows], axis=1, keepdims=True)
-        lse = (r.top[rows] + jnp.log2(weight)) * np.float32(1 / LOG2E)
+        top, weight = r.top[rows], jnp.sum(r.weight[rows], axis=1, keepdims=True)
+        seen = top > MASKED
+        lse = jnp.where(seen, (top + jnp.log2(weight)) * np.float32(1 / LOG2E), MASKED)
         diagonal = lax.broadcasted_iota(jnp.int32, lse.shape, 0) == lax.broadcasted_iota(
             jnp.int32, lse.shape, 1
         )
         r.result_lse[at.side, token] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0, keepdims=True)
-        r.result[at.side, token] = (r.sums[rows] * (np.float32(1 / s.shrunk) / weight)).astype(r.result.dtype)
+        share = jnp.where(seen, np.float32(1 / s.shrunk) / weight, 0.0)
+        r.result[at.side, token] = (r.sums[rows] * _broad(share, s.latent)).astype(r.result.dtype)
 
     @pl.when((at.chunk + 1) * s.tokens >= c.tiles.count[at.tile])
     def _():

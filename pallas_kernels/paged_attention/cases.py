@@ -24,6 +24,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    later: int = 0  # keys that are elsewhere, between these and the rows' own
     tree: bool = False  # guesses that branch
     cache: str | None = None  # type of the pages; None: that of the queries
 
@@ -51,6 +52,8 @@ class Case:
             )
         if self.layers:
             options["layer"] = jnp.asarray(options["layer"])
+        if self.later:
+            options["first"] = jnp.asarray(lens - np.diff(starts) + np.int32(self.later))
         if self.sinks:
             options["sinks"] = jnp.asarray(rng.normal(size=self.heads[0]), jnp.float32)
         if self.tree:
@@ -89,9 +92,10 @@ class Case:
         ), options
 
     def defined(self, out) -> np.ndarray:
-        """The rows that are some sequence's; the others are anything finite."""
-        rows = np.flatnonzero(self.new) if len(out) == len(self.lens) else np.arange(sum(self.new))
-        return np.asarray(out, np.float32)[rows]
+        """Results and log-sum-exps, side by side, of the rows that are some sequence's."""
+        rows = np.flatnonzero(self.new) if len(out[0]) == len(self.lens) else np.arange(sum(self.new))
+        out, lse = (np.asarray(x, np.float32)[rows] for x in out)
+        return np.concatenate([out, lse[..., None]], axis=-1)
 
 
 def _scales(rng, shape, unwritten, size: int) -> jax.Array:
@@ -106,6 +110,7 @@ TINY = {
     "decode": Case((4, 2, 64), new=(1, 1, 0, 1), lens=(150, 1, 0, 37), window=40, sinks=True, padding=1),
     "chunk": Case((4, 2, 128), new=(23,), lens=(150,), layers=2, padding=9, soft_cap=5.0),
     "mixed": Case((6, 2, 64), new=(1, 18, 3, 0, 1), lens=(20, 30, 130, 0, 5), window=100, padding=4),
+    "early part": Case((4, 2, 64), new=(3, 1), lens=(64, 100), window=150, padding=1, later=99),
     "decode, FP8": Case(
         (6, 2, 64), new=(1, 1, 0), lens=(150, 1, 0), page=128, layers=2, sinks=True, cache=FP8
     ),
@@ -127,6 +132,8 @@ TINY = {
 REAL = {
     "llama-70b decode": Case((64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2),
     "llama-70b decode, pages of 16": Case((64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=16, layers=2),
+    "llama-70b decode 4 x 131072": Case((64, 8, 128), new=(1,) * 4, lens=(131072,) * 4, page=128, layers=2),
+    "llama-70b decode 1 x 131072": Case((64, 8, 128), new=(1,), lens=(131072,), page=128, layers=2),
     "llama-70b decode, FP8": Case(
         (64, 8, 128), new=(1,) * 64, lens=(4096,) * 64, page=128, layers=2, cache=FP8
     ),

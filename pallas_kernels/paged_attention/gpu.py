@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels import context_parts, guesses
 from pallas_kernels import triton_attention as attention
 from pallas_kernels.hadamard import turned
 from pallas_kernels.int4_rows import PACKED
@@ -64,7 +65,7 @@ class Options(NamedTuple):
 
 def paged_attention(
     q, pages, page_table, q_starts, kv_lens, *,
-    scale, layer=None, window=None, soft_cap=None, sinks=None, tree=None,
+    scale, first=None, layer=None, window=None, soft_cap=None, sinks=None, tree=None,
 ):  # fmt: skip
     """See `reference.paged_attention`. Heads of up to 256, a multiple of 16; pages of any size."""
     values, scales = plain_and_scales(pages if layer is not None else jax.tree.map(lambda x: x[None], pages))
@@ -81,21 +82,22 @@ def paged_attention(
     else:
         tiles = row_tiles(starts * g, t * g, s.rows)
     s = s._replace(parts=attention.parts(tiles.owner.shape[0] * k, page_table.shape[1] * values.shape[4]))
+    first = kv_lens - starts[1:] + starts[:-1] if first is None else first
     nobody = jnp.zeros(1, jnp.int32)
     seen = jnp.int32(0) if window is None else jnp.asarray(window, jnp.int32)
     scalars = Scalars(
         tiles,
-        jnp.append(kv_lens - starts[1:], nobody),
+        jnp.append(first - starts[:-1], nobody),
         jnp.append(kv_lens, nobody),
-        jnp.append(kv_lens - starts[1:] + starts[:-1], nobody),
+        jnp.append(first, nobody),
         page_table,
         layer_index(layer),
         jnp.where(seen > 0, seen, np.int32(1 << 30)).reshape(1),
     )
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     # Where every sequence has one row, it is the only guess.
-    out = _launch(s, scalars, Options(scales, sinks, None if t == b else tree), q, values)
-    return turned(out) if packed else out
+    out, lse = _launch(s, scalars, Options(scales, sinks, None if t == b else tree), q, values)
+    return turned(out) if packed else out, lse
 
 
 def _check(q, values, scales) -> None:
@@ -124,25 +126,20 @@ def _static(q, k: int, b: int) -> Static:
     return Static(rows, keys, 1, columns, 1.0, None, False, warps, stages)
 
 
-def _launch(s: Static, scalars: Scalars, options: Options, q, values) -> Array:
+def _launch(s: Static, scalars: Scalars, options: Options, q, values) -> tuple[Array, Array]:
     (t, n, h), k = q.shape, values.shape[2]
-    out_shape = [jax.ShapeDtypeStruct((s.parts, t, n, h), q.dtype if s.parts == 1 else jnp.float32)]
-    if s.parts > 1:
-        out_shape.append(jax.ShapeDtypeStruct((s.parts, t, n), jnp.float32))
-    out = pl.pallas_call(
+    out, lse = pl.pallas_call(
         functools.partial(_body, s, n // k),
         grid=(scalars.tiles.owner.shape[0], k, s.parts),
-        out_shape=out_shape,
+        out_shape=(
+            jax.ShapeDtypeStruct((s.parts, t, n, h), q.dtype if s.parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((s.parts, t, n), jnp.float32),
+        ),
         compiler_params=triton.CompilerParams(num_warps=s.warps, num_stages=s.stages),
         name="paged_attention",
     )(scalars, options, q, values)
-    return out[0][0] if s.parts == 1 else _together(*out).astype(q.dtype)
-
-
-def _together(outs: Array, sizes: Array) -> Array:
-    """Attention over the whole context from what each part gave, [parts, T, N, H], and its log2-sum-exp2."""
-    shares = jnp.exp2(sizes - jnp.max(sizes, axis=0, keepdims=True))
-    return jnp.sum(outs * shares[..., None], axis=0) / jnp.sum(shares, axis=0)[..., None]
+    out, lse = (out[0], lse[0]) if s.parts == 1 else context_parts.combine(out, lse)
+    return out.astype(q.dtype), lse
 
 
 class _Tile(NamedTuple):
@@ -157,7 +154,7 @@ class _Tile(NamedTuple):
     first_new: Array
 
 
-def _body(s: Static, g: int, scalars: Scalars, options: Options, q, values, out, *sizes) -> None:
+def _body(s: Static, g: int, scalars: Scalars, options: Options, q, values, out, lse) -> None:
     i, k, part = (pl.program_id(axis) for axis in range(3))
     first, end, sequence = scalars.tiles.first[i], scalars.tiles.end[i], scalars.tiles.owner[i]
     row = first + lax.iota(jnp.int32, s.rows)
@@ -186,14 +183,13 @@ def _body(s: Static, g: int, scalars: Scalars, options: Options, q, values, out,
     low, high = attention.share(low, high, s.parts, part)
     step = functools.partial(_block, s, scalars, options, values, k, tile)
     # Blocks that all rows see whole need no masks.
-    whole = lax.div(lowest + 1 if tile.tree is None else tile.first_new, s.keys)
+    whole = lax.div(jnp.minimum(tile.length, lowest + 1 if tile.tree is None else tile.first_new), s.keys)
     edge = low if s.windowed else jnp.clip(whole, low, jnp.maximum(low, high))
     state = lax.fori_loop(low, edge, functools.partial(step, False), state)
     state = lax.fori_loop(edge, high, functools.partial(step, True), state)
     result = attention.output(state).astype(out.dtype)
     triton.store(out.at[part, token[:, None], head[:, None], column[None]], result, mask=here)
-    for ref in sizes:
-        triton.store(ref.at[part, token, head], attention.log_sum(state), mask=mine)
+    triton.store(lse.at[part, token, head], attention.log_sum_exp(state), mask=mine)
 
 
 def _block(
@@ -234,9 +230,7 @@ def _seen(s: Static, tile: _Tile, at: Array) -> Array:
     if s.windowed:
         seen &= at > position - tile.window
     if tile.tree is not None:
-        guess = at - tile.first_new
-        bit = (tile.tree[:, None] >> jnp.clip(guess, 0, 31)) & 1
-        seen &= (guess < 0) | (bit == 1) | (at == position)
+        seen &= guesses.on_branch(tile.tree[:, None], at, position, tile.first_new)
     return seen
 
 

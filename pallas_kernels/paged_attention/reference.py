@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels import context_parts, guesses
 from pallas_kernels.hadamard import turned
 from pallas_kernels.int4_rows import PACKED, two_of
 from pallas_kernels.pages import ScaledPages, plain_and_scales
@@ -16,7 +17,7 @@ from pallas_kernels.pages import ScaledPages, plain_and_scales
 KEYS_AT_ONCE = 128  # keys of one block: few that no row sees, and scores that stay in a core's cache
 KEYS_OF_ONE_ROW = 64  # the same for sequences of one row: what is gathered stays in a core's own cache
 ROWS_AT_ONCE = 128  # query rows of one block where sequences bring many
-MASKED = -1e30
+NOTHING = context_parts.NOTHING
 
 
 class Form(NamedTuple):
@@ -53,13 +54,14 @@ def paged_attention(
     kv_lens: Int[Array, "B"],
     *,
     scale: float,
+    first: Int[Array, "B"] | None = None,
     layer: Int[Array, ""] | None = None,
     window: int | Int[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     tree: Int[Array, "T"] | None = None,
-) -> Float[Array, "T N H"]:
-    """Causal attention of every sequence's newest tokens over all its keys and values.
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
+    """Causal attention of every sequence's newest tokens over all its keys and values, and the scores' log-sum-exp.
 
     Rows q_starts[b]:q_starts[b+1] of `q` are the last tokens of sequence b, whose `kv_lens[b]` keys
     and values (these tokens' own included) lie in the pages that row b of `page_table` names, side by side on the
@@ -73,7 +75,10 @@ def paged_attention(
     [pages, 2, K, page] float32 multiply the tokens' keys and values (`pallas_kernels.pages`); in 4 bits pages are
     [pages, K, page, H].
 
-    Scores and sums are float32; rows of no sequence come back as anything finite.
+    `first[b]` is where sequence b's first row stands among these keys: kv_lens minus its rows, unless the keys are an
+    early part of a longer context. Parts of a context, attended apart, are put together by `context_parts.combine`.
+    Sinks are in the log-sum-exp: they belong to one of the parts. A row that sees nothing weighs nothing. Scores and
+    sums are float32; rows of no sequence come back as anything finite.
     """
     values, scales = plain_and_scales(pages)
     if layer is not None:
@@ -85,29 +90,30 @@ def paged_attention(
     form = Form(values, scales, scale, full, soft_cap)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(k, n // k)
     q_TKGH = q.reshape(t, k, n // k, h)
-    new = q_starts[1:] - q_starts[:-1]
+    if first is None:
+        first = kv_lens - (1 if t == b else q_starts[1:] - q_starts[:-1])
     if t == b:
-        out = _attend(form, q_TKGH[:, None], _one_row(kv_lens), page_table, kv_lens, sinks_KG)[:, 0]
+        found = _attend(form, q_TKGH[:, None], _one_row(first), page_table, kv_lens, sinks_KG)
+        out, lse = (x[:, 0] for x in found)
     else:
-        out = _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks_KG)
+        out, lse = _ragged(form, q_TKGH, tree, q_starts, first, page_table, kv_lens, sinks_KG)
     out = out.reshape(t, n, h)
-    return (turned(out) if values.dtype == PACKED else out).astype(q.dtype)
+    return (turned(out) if values.dtype == PACKED else out).astype(q.dtype), lse.reshape(t, n)
 
 
-def _one_row(kv_lens: Array) -> Rows:
-    return Rows(kv_lens[:, None] - 1, None, kv_lens[:, None] - 1)
+def _one_row(first: Array) -> Rows:
+    return Rows(first[:, None], None, first[:, None])
 
 
-def _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks):
+def _ragged(form, q_TKGH, tree, q_starts, first_new, page_table, kv_lens, sinks):
     """Sequences of many rows block by block, one after the other; those of one row all together."""
     t, b = q_TKGH.shape[0], kv_lens.shape[0]
-    rows = min(t, ROWS_AT_ONCE)
+    new, rows = q_starts[1:] - q_starts[:-1], min(t, ROWS_AT_ONCE)
     padded = jnp.pad(q_TKGH, ((0, rows), (0, 0), (0, 0), (0, 0)))
     trees = None if tree is None else jnp.pad(tree, (0, rows))
 
-    def block(s, i, out):
-        first = q_starts[s] + i * rows
-        old = kv_lens[s] - new[s]
+    def block(s, i, outs):
+        first, old = q_starts[s] + i * rows, first_new[s]
         positions = old + i * rows + jnp.arange(rows, dtype=jnp.int32)
         seen = None if trees is None else lax.dynamic_slice_in_dim(trees, first, rows)[None]
         got = _attend(
@@ -119,22 +125,24 @@ def _ragged(form, q_TKGH, tree, q_starts, new, page_table, kv_lens, sinks):
             sinks,
         )
         # Rows past the sequence's end spill into the next one, which comes later and writes its own.
-        return lax.dynamic_update_slice_in_dim(out, got[0], first, 0)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(o, g[0], first, 0) for o, g in zip(outs, got, strict=True)
+        )
 
-    def sequence(s, out):
+    def sequence(s, outs):
         blocks = jnp.where(new[s] > 1, (new[s] + rows - 1) // rows, 0)
-        return lax.fori_loop(0, blocks, partial(block, s), out)
+        return lax.fori_loop(0, blocks, partial(block, s), outs)
 
-    out = lax.fori_loop(0, b, sequence, jnp.zeros(padded.shape, jnp.float32))
-    single = new == 1
-    at = jnp.where(single, q_starts[:-1], t)
-    lens = jnp.where(single, kv_lens, 0)
-    ones = _attend(form, padded[at][:, None], _one_row(lens), page_table, lens, sinks)[:, 0]
-    return out.at[at].set(ones)[:t]
+    outs = jnp.zeros(padded.shape, jnp.float32), jnp.full(padded.shape[:-1], NOTHING, jnp.float32)
+    outs = lax.fori_loop(0, b, sequence, outs)
+    at = jnp.where(new == 1, q_starts[:-1], t)
+    lens = jnp.where(new == 1, kv_lens, 0)
+    ones = _attend(form, padded[at][:, None], _one_row(first_new), page_table, lens, sinks)
+    return tuple(o.at[at].set(one[:, 0])[:t] for o, one in zip(outs, ones, strict=True))
 
 
 def _attend(form, q_BRKGH, rows: Rows, page_table, kv_lens, sinks):
-    """R rows of each sequence -> [B, R, K, G, H] float32."""
+    """R rows of each sequence -> [B, R, K, G, H] and log-sum-exps [B, R, K, G], float32."""
     b, r, k, g, h = q_BRKGH.shape
     page = form.pages.shape[2]
     first = rows.position[:, 0]
@@ -144,7 +152,7 @@ def _attend(form, q_BRKGH, rows: Rows, page_table, kv_lens, sinks):
     rows = jax.tree.map(lambda x: jnp.tile(x, (1, g)), rows)
     step = partial(_block, form, q_BKRH, rows, kv_lens, page_table, pages_at_once)
     state = Partial(
-        jnp.full((b, k, g * r), MASKED, jnp.float32),
+        jnp.full((b, k, g * r), NOTHING, jnp.float32),
         jnp.zeros((b, k, g * r), jnp.float32),
         jnp.zeros((b, k, g * r, h), jnp.float32),
     )
@@ -157,11 +165,12 @@ def _attend(form, q_BRKGH, rows: Rows, page_table, kv_lens, sinks):
     top, weight, sums = state
     if sinks is not None:
         sink = jnp.broadcast_to(sinks[None, :, :, None], (b, k, g, r)).reshape(b, k, g * r)
-        new_top = jnp.maximum(top, sink)
-        shrink = jnp.exp(top - new_top)
-        weight, sums = weight * shrink + jnp.exp(sink - new_top), sums * shrink[..., None]
+        peak = jnp.maximum(top, sink)
+        shrink = jnp.exp(top - peak)
+        weight, sums, top = weight * shrink + jnp.exp(sink - peak), sums * shrink[..., None], peak
     out = sums / jnp.maximum(weight, 1e-30)[..., None]
-    return out.reshape(b, k, g, r, h).transpose(0, 3, 1, 2, 4)
+    lse = context_parts.log_sum_exp(top, weight).reshape(b, k, g, r)
+    return out.reshape(b, k, g, r, h).transpose(0, 3, 1, 2, 4), lse.transpose(0, 3, 1, 2)
 
 
 def _block(form, q_BKRH, rows: Rows, kv_lens, page_table, pages_at_once, i, state):
@@ -193,7 +202,7 @@ def _block(form, q_BKRH, rows: Rows, kv_lens, page_table, pages_at_once, i, stat
     if form.soft_cap is not None:
         scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
     seen = written[:, None, :] & _seen(rows, at, form.window)
-    scores = jnp.where(seen[:, None], scores, MASKED)
+    scores = jnp.where(seen[:, None], scores, NOTHING)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     shrink = jnp.exp(state.top - top)
     weights = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0.0)
@@ -213,9 +222,7 @@ def _seen(rows: Rows, at, window):
     if window is not None:
         seen &= at > position - window
     if rows.tree is not None:
-        guess = at - rows.first_new[..., None]
-        bit = jnp.right_shift(rows.tree[..., None], jnp.clip(guess, 0, 31)) & 1
-        seen &= (guess < 0) | (bit == 1) | (at == position)
+        seen &= guesses.on_branch(rows.tree[..., None], at, position, rows.first_new[..., None])
     return seen
 
 
@@ -226,6 +233,7 @@ def cost(
     q_starts: Array,
     kv_lens: Array,
     *,
+    first: Array | None = None,
     window: int | None = None,
     **_,
 ) -> tuple[int, int]:
@@ -237,9 +245,15 @@ def cost(
     (_, n, h), (k, _, w) = q.shape, values.shape[-3:]
     token = k * (w * values.dtype.itemsize + (0 if scales is None else 8))
     new, lens = np.diff(np.asarray(q_starts)), np.asarray(kv_lens)
-    seen = np.concatenate([np.arange(s - r + 1, s + 1) for r, s in zip(new, lens, strict=True)])
-    span = np.where(new > 0, lens, 0)
-    if window is not None and window > 0:
-        seen, span = np.minimum(seen, window), np.minimum(span, window + new - 1)
-    pairs = int(np.sum(seen))
-    return 4 * pairs * n * h, int(np.sum(span)) * token + 2 * int(np.sum(new)) * n * h * q.dtype.itemsize
+    start = lens - new if first is None else np.asarray(first)
+    position = np.concatenate([np.arange(f, f + r) for f, r in zip(start, new, strict=True)])
+    most = window if window is not None and window > 0 else 1 << 30
+    pairs = _overlap(position - most + 1, position + 1, np.repeat(lens, new))
+    span = _overlap(start - most + 1, start + new, np.where(new > 0, lens, 0))
+    rows = int(np.sum(new)) * n * (2 * h * q.dtype.itemsize + 4)
+    return 4 * pairs * n * h, span * token + rows
+
+
+def _overlap(low: np.ndarray, high: np.ndarray, length: np.ndarray) -> int:
+    """How many of 0 <= x < length are in low <= x < high, all together."""
+    return int(np.sum(np.maximum(np.minimum(high, length) - np.maximum(low, 0), 0)))

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import chip, tuning
+from pallas_kernels import chip, context_parts, tuning
 from pallas_kernels.hadamard import turned
 from pallas_kernels.int4_rows import PACKED
 from pallas_kernels.op import Unfit
@@ -49,6 +49,7 @@ def paged_attention(
     kv_lens,
     *,
     scale,
+    first=None,
     layer=None,
     window=None,
     soft_cap=None,
@@ -64,23 +65,24 @@ def paged_attention(
     _check(q, pages, scales, page_table)
     blocks = _blocks(q, pages, page_table, b, blocks)
     call = functools.partial(
-        _launch, pages, scales, page_table, layer, window, sinks,
+        _launch, pages, scales, layer, window,
         form=Form(
-            scale, soft_cap, window is not None, scales is not None, sinks is not None, False, pages.dtype == PACKED
+            scale, soft_cap, window is not None, scales is not None, False, False, pages.dtype == PACKED
         ),
     )  # fmt: skip
-    lens, new = kv_lens, q_starts[1:] - q_starts[:-1]
+    new = q_starts[1:] - q_starts[:-1]
+    first = kv_lens - (1 if t == b else new) if first is None else first
     if t == b:
-        return call(q, _one_row_pairs(lens, window, blocks.keys), rows=1, keys=blocks.keys)
-    many = jnp.where(new > 1, lens, 0) if b > 1 else lens
-    pairs = _pairs(t, q_starts, lens, many, window, blocks)
-    out = call(q, pairs, rows=blocks.rows, keys=blocks.many, tree=tree)
+        return _one_row_each(call, q, page_table, first, kv_lens, window, sinks, blocks.keys, pages.shape[-2])
+    many = jnp.where(new > 1, kv_lens, 0) if b > 1 else kv_lens
+    pairs = _pairs(t, q_starts, first, many, window, blocks)
+    outs = call(page_table, q, pairs, rows=blocks.rows, keys=blocks.many, sinks=sinks, tree=tree)
     if b == 1:
-        return out
+        return outs
     at = jnp.where(new == 1, q_starts[:-1], t)
-    ones = _one_row_pairs(jnp.where(new == 1, lens, 0), window, blocks.keys)
-    found = call(q.at[at].get(mode="clip"), ones, rows=1, keys=blocks.keys)
-    return out.at[at].set(found, mode="drop")
+    ones = _one_row_pairs(first, jnp.where(new == 1, kv_lens, 0), window, blocks.keys)
+    found = call(page_table, q.at[at].get(mode="clip"), ones, rows=1, keys=blocks.keys, sinks=sinks)
+    return tuple(x.at[at].set(y, mode="drop") for x, y in zip(outs, found, strict=True))
 
 
 def _check(q, pages, scales, page_table) -> None:
@@ -144,15 +146,30 @@ def _at_once(height: int) -> int:
     return tpu_many.UNIT * max(i for i in range(1, MOST_ROWS // tpu_many.UNIT + 1) if units % i == 0)
 
 
-def _one_row_pairs(lens: Array, window, keys: int) -> Pairs:
+def _one_row_each(call, q, page_table, first, kv_lens, window, sinks, keys: int, page: int):
+    """One row of each sequence; few long contexts are cut into parts, each attended as a sequence of its own."""
+    b = kv_lens.shape[0]
+    parts = context_parts.for_cores(b, page_table.shape[1] * page, keys)
+    if parts == 1:
+        return call(
+            page_table, q, _one_row_pairs(first, kv_lens, window, keys), rows=1, keys=keys, sinks=sinks
+        )
+    page_table, first, kv_lens = context_parts.cut(parts, page_table, first, kv_lens, page)
+    pairs = _one_row_pairs(first, kv_lens, window, keys)
+    outs, lses = call(page_table, jnp.tile(q, (parts, 1, 1)), pairs, rows=1, keys=keys)
+    found = context_parts.combine(outs.reshape(parts, *q.shape), lses.reshape(parts, b, -1))
+    return found if sinks is None else context_parts.with_sinks(*found, sinks)
+
+
+def _one_row_pairs(first: Array, kv_lens: Array, window, keys: int) -> Pairs:
     """Sequence b's one row is tile b."""
-    b = lens.shape[0]
-    at = jnp.arange(b, dtype=jnp.int32)
-    return _finished(Pairs(at, at, at, at + 1, lens - 1 - at, lens - 1, lens, lens, lens), window, keys)
+    at = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
+    length = jnp.clip(first + 1, 0, kv_lens)
+    return _finished(Pairs(at, at, at, at + 1, first - at, first, length, length, length), window, keys)
 
 
-def _pairs(t: int, q_starts: Array, kv_lens: Array, seen: Array, window, blocks: Blocks) -> Pairs:
-    """Cut the T rows at every tile and at every sequence; sequences with `seen` 0 are passed over."""
+def _pairs(t: int, q_starts: Array, first_new: Array, kv_lens: Array, window, blocks: Blocks) -> Pairs:
+    """Cut the T rows at every tile and at every sequence; sequences without keys are passed over."""
     b, tiles = kv_lens.shape[0], -(-t // blocks.rows)
     starts = jnp.arange(tiles, dtype=jnp.int32) * blocks.rows
     first = jnp.sort(jnp.concatenate([starts, q_starts]))
@@ -160,10 +177,10 @@ def _pairs(t: int, q_starts: Array, kv_lens: Array, seen: Array, window, blocks:
     seq = jnp.searchsorted(q_starts, first, side="right").astype(jnp.int32) - 1
     real = (seq < b) & (end > first)
     seq = jnp.minimum(seq, b - 1)
-    shift = kv_lens[seq] - q_starts[seq + 1]
-    length = jnp.where(real & (seen[seq] > 0), shift + end, 0)
+    old = first_new[seq]
+    shift = old - q_starts[seq]
+    length = jnp.where(real, jnp.clip(shift + end, 0, kv_lens[seq]), 0)
     tile = jnp.minimum(first // blocks.rows, tiles - 1)
-    old = kv_lens[seq] - (q_starts[seq + 1] - q_starts[seq])
     return _finished(Pairs(tile, seq, first, end, shift, old, length, length, length), window, blocks.many)
 
 
@@ -173,6 +190,7 @@ def _finished(pairs: Pairs, window, keys: int) -> Pairs:
     low = jnp.zeros_like(pairs.length)
     if window is not None:
         low = jnp.maximum(pairs.first + pairs.shift - _keys_seen(window) + 1, 0) // keys
+        pairs = pairs._replace(length=jnp.where(low * keys < pairs.length, pairs.length, 0))
     needs = jnp.where(pairs.length > 0, jnp.arange(count, dtype=jnp.int32), count)
     from_here = lax.cummin(needs, reverse=True)
     pairs = pairs._replace(low=low, next=jnp.append(from_here[1:], np.int32(count)))
@@ -185,16 +203,18 @@ def _keys_seen(window) -> Array:
 
 
 def _launch(
-    pages, scales, page_table, layer, window, sinks, q, pairs: Pairs, *, form: Form, rows: int, keys: int, tree=None
-) -> Array:  # fmt: skip
-    """Attention of `q` in tiles of `rows` tokens -> [T, N, H]."""
+    pages, scales, layer, window, page_table, q, pairs: Pairs, *,
+    form: Form, rows: int, keys: int, sinks=None, tree=None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention of `q` in tiles of `rows` tokens -> [T, N, H], log-sum-exp [T, N]."""
     (t, n, h), (_, _, k, page, width) = q.shape, pages.shape
     if form.packed:
         q = turned(q)
     g, tiles, here = n // k, -(-t // rows), chip.ambient()
     q_tiles, height = _tiled(q, k, rows, width)
     static = Static(
-        form._replace(tree=tree is not None), rows, keys, page, page_table.shape[1], k, height, h, width,
+        form._replace(sinks=sinks is not None, tree=tree is not None),
+        rows, keys, page, page_table.shape[1], k, height, h, width,
         at_once=height if rows == 1 else _at_once(height),
         narrow=rows > 1 and q.dtype == jnp.bfloat16 and here.name in NARROW,
     )  # fmt: skip
@@ -215,14 +235,15 @@ def _launch(
         inputs.append(_tiled_tree(tree, g, rows, static))
         specs.append(pl.BlockSpec((1, *inputs[-1].shape[1:]), of_tile))
     memories = [pages] if scales is None else [pages, scales]
-    out = pl.pallas_call(
+    lse = jax.ShapeDtypeStruct(tpu_body.lse_shape(static, tiles), jnp.float32)
+    out, lse = pl.pallas_call(
         functools.partial(tpu_body.body, static, len(scalars)),
-        out_shape=jax.ShapeDtypeStruct(q_tiles.shape, q.dtype),
+        out_shape=(jax.ShapeDtypeStruct(q_tiles.shape, q.dtype), lse),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, pairs.tile.shape[0] - 1),
             in_specs=[*specs, *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(memories)],
-            out_specs=tile_spec,
+            out_specs=(tile_spec, pl.BlockSpec((1, *lse.shape[1:]), of_tile)),
             scratch_shapes=tpu_body.scratch(static, q.dtype, pages.dtype),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -230,8 +251,9 @@ def _launch(
         ),
         name=f"paged_attention_{rows}",
     )(*scalars, *inputs, *memories)
+    lse = lse.reshape(tiles, k, -1, 1)
     found = _untiled(out, t, n, g, rows, h)
-    return turned(found) if form.packed else found
+    return turned(found) if form.packed else found, _untiled(lse, t, n, g, rows, 1)[..., 0]
 
 
 def _tile_of(core, step, shares, _options, _table, tile, *_, count: int):

@@ -12,10 +12,15 @@ def scratch(s: Static, dtype, cache) -> list:
     return tpu_walk.scratch(s, cache, tpu_one.state(s) if s.rows == 1 else tpu_many.state(s, dtype))
 
 
+def lse_shape(s: Static, tiles: int) -> tuple[int, ...]:
+    """Log-sum-exps of `tiles` tiles: the rows of a head, at_once to a line."""
+    return tiles, 1, s.kv_heads * s.chunks, -(-s.at_once // tpu_walk.LANES) * tpu_walk.LANES
+
+
 def body(s: Static, scalars: int, *refs) -> None:
     """One grid step: one pair of this core's share."""
     (shares, options, table, *columns), rest = refs[:scalars], list(refs[scalars:])
-    absent = {1: not s.form.sinks, 2: not s.form.tree, 4: not s.form.scaled, 7: not s.form.scaled}
+    absent = {1: not s.form.sinks, 2: not s.form.tree, 4: not s.form.scaled, 8: not s.form.scaled}
     for place in (place for place, missing in absent.items() if missing):
         rest.insert(place, None)
     core, step = pl.program_id(0), pl.program_id(1)

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import guesses
 from pallas_kernels.paged_attention.tpu_walk import (
     LANES,
     MASKED,
@@ -26,6 +27,7 @@ from pallas_kernels.paged_attention.tpu_walk import (
     bent,
     codes,
     dot,
+    ended,
     inner_scale,
     next_block,
 )
@@ -132,7 +134,7 @@ def _whole(c: Call, pair, block):
     """Whether every row of the tile sees all keys of the block."""
     s, pairs, begin = c.s, c.pairs, block * c.s.keys
     first, end, shift = pairs.first[pair], pairs.end[pair], pairs.shift[pair]
-    whole = (end - first == s.rows) & (begin + s.keys <= first + shift + 1)
+    whole = (end - first == s.rows) & (begin + s.keys <= jnp.minimum(first + shift + 1, pairs.length[pair]))
     if s.form.windowed:
         whole &= begin > end - 1 + shift - c.window
     if s.form.tree:
@@ -214,14 +216,12 @@ def _seen(c: Call, pair, at: Step, x: slice, u: slice) -> Array:
         (token >= pairs.first[pair]) & (token < pairs.end[pair]), token + pairs.shift[pair], -1
     )
     key = at.block * s.keys + x.start + lax.broadcasted_iota(jnp.int32, shape, 0)
-    seen = key <= position
+    seen = key <= jnp.minimum(position, pairs.length[pair] - 1)
     if s.form.windowed:
         seen &= key > position - c.window
     if s.form.tree:
-        guess = key - pairs.old[pair]
-        bits = c.r.tree[0, 0, at.step % s.chunks, u][None]
-        bit = jnp.right_shift(jnp.broadcast_to(bits, shape), jnp.clip(guess, 0, 31)) & 1
-        seen &= (guess < 0) | (bit == 1) | (key == position)
+        tree = c.r.tree[0, 0, at.step % s.chunks, u][None]
+        seen &= guesses.on_branch(tree, key, position, pairs.old[pair])
     return seen
 
 
@@ -231,13 +231,11 @@ def finish(c: Call) -> None:
 
     def write(step, _):
         head, rows = _rows(c, step)
-        weight, sums = own.sums[step, s.head : s.head + 1], own.sums[step, : s.head]
-        if r.sinks is not None:
-            sink, old = r.sinks[head, rows].T[:1], own.top[step, :1]
-            top = jnp.maximum(old, sink)
-            shrink = jnp.exp2(old - top)
-            weight, sums = weight * shrink + jnp.exp2(sink - top), sums * shrink
-        found = (sums / jnp.maximum(weight, 1e-30)).T.astype(r.out.dtype)
+        sink = None if r.sinks is None else r.sinks[head, rows].T[:1]
+        share, r.lse[0, 0, pl.ds(step, 1)] = ended(
+            own.top[step, :1], own.sums[step, s.head : s.head + 1], sink
+        )
+        found = (own.sums[step, : s.head] * share).T.astype(r.out.dtype)
         if s.lanes == s.head:
             r.out[0, head, rows] = found
         else:

@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.tpu_walk import (
     bent,
     codes,
     dot,
+    ended,
     inner_scale,
     next_block,
 )
@@ -89,24 +90,23 @@ def _seen(c: Call, pair, block, shape) -> Array:
     """Which keys of the block the row may see."""
     s, pairs = c.s, c.pairs
     key = block * s.keys + lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = key < pairs.length[pair]
     position = pairs.first[pair] + pairs.shift[pair]
-    seen = key <= position
     return seen & (key > position - c.window) if s.form.windowed else seen
 
 
 def finish(c: Call) -> None:
     """Divide by the weights, the sinks' included."""
     r, (tops, weights, summed) = c.r, c.r.state
+    shape = c.s.height, r.lse.shape[-1]
+    own = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def head(k, _):
-        weight, sums = jnp.sum(weights[k], axis=1, keepdims=True), summed[k]
-        if r.sinks is not None:
-            top = jnp.maximum(tops[k], r.sinks[k])
-            shrink = jnp.exp2(tops[k] - top)
-            weight = weight * shrink + jnp.exp2(r.sinks[k] - top)
-            sums = sums * _wide(shrink, sums.shape[1])
-            weight = _wide(weight, sums.shape[1])
-        r.out[0, k] = (sums / jnp.maximum(weight, 1e-30)).astype(r.out.dtype)
+        weight = jnp.broadcast_to(jnp.sum(weights[k], axis=1, keepdims=True), tops[k].shape)
+        share, lse = ended(tops[k], weight, None if r.sinks is None else r.sinks[k])
+        r.out[0, k] = (summed[k] * _wide(share, summed.shape[-1])).astype(r.out.dtype)
+        along_lanes = jnp.sum(jnp.where(own, _wide(lse, shape[1]), 0.0), axis=0, keepdims=True)
+        r.lse[0, 0, pl.ds(k, 1)] = along_lanes
 
     lax.fori_loop(0, c.s.kv_heads, head, None)
 

@@ -85,6 +85,7 @@ class Refs(NamedTuple):
     pages: Any  # [L, pages, K, page, 2H] in HBM
     scales: Any  # [L, pages, 2, K, page] in HBM, or None
     out: Any  # like q
+    lse: Any  # [1, 1, K * chunks, at_once, or 128 if that is more]
     kv: Any  # [SLOTS, K, keys, 2H]
     kv_scales: Any  # [SLOTS, 2, K, keys] or None
     arrived: Any  # [SLOTS] DMA semaphores
@@ -221,6 +222,21 @@ def codes(packed: Array, *, high: bool) -> Array:
     """What the low or high nibbles of bytes, which are the keys' or the values', stand for beside their scales."""
     wide = packed.astype(jnp.int32)
     return ((wide << (24 if high else 28)) >> 28).astype(jnp.float32) + np.float32(0.5)
+
+
+def ended(top: Array, weight: Array, sink: Array | None) -> tuple[Array, Array]:
+    """(what its sums are multiplied by, its log-sum-exp) of a softmax in base 2 at its end, with the sinks.
+
+    Rows that saw no key have summed masked ones, and get zeros.
+    """
+    seen, peak = top > MASKED, top
+    weight = jnp.where(seen, weight, 0.0)
+    if sink is not None:
+        peak = jnp.maximum(top, sink)
+        weight = weight * jnp.exp2(top - peak) + jnp.exp2(sink - peak)
+    share = jnp.where(seen, jnp.exp2(top - peak) / jnp.maximum(weight, 1e-30), 0.0)
+    lse = (peak + jnp.log2(jnp.maximum(weight, 1e-30))) * np.float32(1 / LOG2E)
+    return share, jnp.where(peak > MASKED, lse, MASKED)
 
 
 def inner_scale(form: Form) -> np.float32:

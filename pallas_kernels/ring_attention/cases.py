@@ -22,6 +22,9 @@ class Case:
     new: tuple[int, ...]
     context: tuple[int, ...] | None = None
     latent: int | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
     multiple: int = 128
     axis: str = "ring"
 
@@ -39,7 +42,10 @@ class Case:
             mine.places.reshape(-1),
             kv_places.reshape(-1),
             mine.starts.reshape(-1),
-        ), {"scale": h**-0.5, "axis_name": self.axis, "latent": self.latent}
+        ), {
+            "scale": h**-0.5, "axis_name": self.axis, "latent": self.latent, "window": self.window,
+            "soft_cap": self.soft_cap, "sinks": jnp.linspace(-1, 1, n) if self.sinks else None,
+        }  # fmt: skip
 
     def call(self, dtype, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
         """(positional, keyword) arguments with random values."""
@@ -63,11 +69,14 @@ class Case:
 TINY = {
     "heads of 64, two sequences": Case(4, (2, 1, 64), new=(300, 700)),
     "heads of 128": Case(2, (4, 2, 128), new=(400,)),
+    "window, soft cap, sinks": Case(2, (2, 1, 128), new=(700,), window=90, soft_cap=5.0, sinks=True),
     "latent on a context": Case(2, (4, 1, 192), new=(300,), context=(250,), latent=128),
 }
 
 REAL = {
     "llama-70b, 8 x 8192": Case(8, (64, 8, 128), new=(65536,)),
+    "gpt-oss, window of 128, 8 x 8192": Case(8, (64, 8, 64), new=(65536,), window=128, sinks=True),
+    "gemma2-9b, window of 4096, 8 x 8192": Case(8, (16, 8, 256), new=(65536,), window=4096, soft_cap=50.0),
     "deepseek-v3 latents, 8 x 8192": Case(8, (128, 1, 576), new=(65536,), latent=512),
     "deepseek-v3 latents, chunk of 16384 on 114688, 8 chips": Case(
         8, (128, 1, 576), new=(16384,), context=(114688,), latent=512

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 PLACES = 1 << 24  # of a sequence: its token at position p is at place sequence * PLACES + p
@@ -15,6 +16,13 @@ class Layout(NamedTuple):
     rows: np.ndarray  # which of all new tokens laid end to end; NOWHERE: padding
     places: np.ndarray  # of the token
     starts: np.ndarray  # place of the first token of its sequence
+
+
+def lowest(places, starts, window):
+    """Place of the first key that each query sees, of a sequence that begins at `starts`."""
+    if window is None:
+        return starts
+    return jnp.where(jnp.asarray(window) > 0, jnp.maximum(starts, places - window + 1), starts)
 
 
 def zigzag(

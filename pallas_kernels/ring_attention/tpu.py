@@ -18,10 +18,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import chip, tuning
+from pallas_kernels import chip, context_parts, tuning
 from pallas_kernels.op import Unfit
 from pallas_kernels.ring_attention import tpu_body
-from pallas_kernels.ring_attention.reference import NOTHING
+from pallas_kernels.ring_attention.layout import lowest
 from pallas_kernels.ring_attention.tpu_body import LANES, Static
 
 COLLECTIVE = 8  # names the barrier: no other kernel that may run at the same time has this number
@@ -43,20 +43,23 @@ class State(NamedTuple):
 
 
 def ring_attention(
-    q, kv, q_places, kv_places, starts, *, scale, axis_name, latent=None, blocks=None
+    q, kv, q_places, kv_places, starts, *,
+    scale, axis_name, latent=None, window=None, soft_cap=None, sinks=None, blocks=None,
 ):  # fmt: skip
     """See `reference.ring_attention`. A multiple of 128 queries and keys on every device; heads of 64 or whole 128s."""
     (_, n, h), (s, k, w) = q.shape, kv.shape
     _check(q, kv, latent)
     devices = lax.axis_size(axis_name)
-    static, parts = sizes(q, kv, scale=scale, axis_name=axis_name, latent=latent, blocks=blocks)
+    static, parts = sizes(
+        q, kv, scale=scale, axis_name=axis_name, latent=latent, soft_cap=soft_cap, blocks=blocks
+    )
     q_rows = _rows_of(q, static, parts)
     if static.key != h:
         q_rows = jnp.pad(q_rows, ((0, 0), (0, 0), (0, static.key - h)))
-    q_info = jnp.stack([q_places, starts], axis=1)
+    q_info = jnp.stack([q_places, lowest(q_places, starts, window)], axis=1)
     everyones = lax.all_gather(kv_places, axis_name)
     me = lax.axis_index(axis_name).astype(jnp.int32)
-    nothing = jnp.where(jnp.arange(LANES) < LANES // 2, np.float32(NOTHING), np.float32(0))
+    nothing = jnp.where(jnp.arange(LANES) < LANES // 2, np.float32(context_parts.NOTHING), np.float32(0))
     state = State(
         jnp.broadcast_to(nothing, (*q_rows.shape[:2], LANES)),
         jnp.zeros((*q_rows.shape[:2], static.sums), jnp.float32),
@@ -72,10 +75,11 @@ def ring_attention(
     # All lanes of a half are equal; picking one of them would turn the whole array around in memory.
     top, weight = (jnp.max(half, axis=-1) for half in jnp.split(state.stats, 2, axis=-1))
     out = state.sums[..., -(h if latent is None else latent) :] / jnp.maximum(weight, 1e-30)[..., None]
-    lse = jnp.where(
-        weight > 0, top / np.float32(tpu_body.LOG2E) + jnp.log(jnp.maximum(weight, 1e-30)), NOTHING
-    )
-    return _tokens_of(out, static, n).astype(q.dtype), _tokens_of(lse, static, n)
+    lse = context_parts.log_sum_exp(top / np.float32(tpu_body.LOG2E), weight)
+    out, lse = _tokens_of(out, static, n), _tokens_of(lse, static, n)
+    if sinks is not None:
+        out, lse = context_parts.with_sinks(out, lse, sinks)
+    return out.astype(q.dtype), lse
 
 
 def _check(q, kv, latent) -> None:
@@ -99,8 +103,9 @@ def _rule(latent: bool) -> dict[str, int]:
 
 
 def sizes(
-    q, kv, *, scale: float, axis_name: str, latent: int | None, blocks: Mapping[str, int] | None
-) -> tuple[Static, int]:
+    q, kv, *, scale: float, axis_name: str, latent: int | None, soft_cap: float | None = None,
+    blocks: Mapping[str, int] | None,
+) -> tuple[Static, int]:  # fmt: skip
     """Every size of one step, and how many parts the heads are cut into: those of one kv head, or fewer."""
     (t, n, h), (s, k, w) = q.shape, kv.shape
     key = {"tokens": t, "keys": s, "heads": n // k, "width": w}
@@ -112,7 +117,8 @@ def sizes(
     at_once = LANES * _divisor(heads * tokens // LANES, found["at_once"] // LANES)
     whole = h % LANES != 0 and latent is None  # narrow heads: [q | 0] against the whole row
     return Static(
-        scale=scale, axis_name=axis_name, heads=heads, tokens=tokens, keys=keys, at_once=at_once, kv_heads=k,
+        scale=scale, soft_cap=soft_cap, axis_name=axis_name, heads=heads, tokens=tokens, keys=keys,
+        at_once=at_once, kv_heads=k,
         key=w if whole else h, value=0 if whole or latent is not None else h, sums=w if whole else latent or h,
         blocks=s // keys,
     ), n // heads  # fmt: skip
@@ -143,13 +149,15 @@ def _pairs(s: Static, q_info: Array, places: Array) -> tuple[Array, Array]:
     At least one, so that the copy is made.
     """
     q = q_info.reshape(-1, s.tokens, 2)
-    place, start = q[..., 0], q[..., 1]
+    place, low = q[..., 0], q[..., 1]
     k = places.reshape(-1, s.keys)
-    first, last = jnp.min(k, axis=1), jnp.max(k, axis=1)
     nobody = np.int32(2**30)
-    earliest = jnp.min(jnp.where(place >= 0, start, nobody), axis=1)
+    first, last = jnp.min(jnp.where(k >= 0, k, nobody), axis=1), jnp.max(k, axis=1)
+    earliest = jnp.min(jnp.where(place >= 0, low, nobody), axis=1)
     some = (earliest[:, None] <= last[None]) & (first[None] <= jnp.max(place, axis=1)[:, None])
-    all_ = (jnp.max(start, axis=1)[:, None] <= first[None]) & (last[None] <= jnp.min(place, axis=1)[:, None])
+    all_ = (jnp.max(low, axis=1)[:, None] <= jnp.min(k, axis=1)[None]) & (
+        last[None] <= jnp.min(place, axis=1)[:, None]
+    )
     some = some.reshape(-1)
     at = jnp.nonzero(some, size=some.size + 1, fill_value=0)[0].astype(jnp.int32)
     codes = 2 * at + jnp.where(all_.reshape(-1)[at], 0, 1).astype(jnp.int32)

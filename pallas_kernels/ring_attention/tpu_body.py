@@ -18,6 +18,7 @@ class Static(NamedTuple):
     """Every size of one step."""
 
     scale: float
+    soft_cap: float | None
     axis_name: str
     heads: int  # query heads of a tile, all of one kv head
     tokens: int  # of a tile
@@ -36,7 +37,7 @@ class Refs(NamedTuple):
     scalars: Any  # [3]: this device's place in the ring, the slot of this step's keys, whether they go on
     codes: Any  # [pairs + 1]: of the pairs, in the order of the tiles
     q: Any  # [1, rows, key]: head by head, 128 tokens each
-    q_info: Any  # [tokens, 2]: place, start of the sequence
+    q_info: Any  # [tokens, 2]: place, and place of the first key that it sees
     places: Any  # [1, 1, keys]
     old_stats: Any  # [1, rows, 128]
     old_sums: Any  # [1, rows, sums]
@@ -141,7 +142,10 @@ def _attend(s: Static, r: Refs, masked: bool) -> None:
 
 def _fold(s: Static, r: Refs, masked: bool, chunk, rows, scores: Array) -> None:
     """One step of the online softmax, in base 2."""
-    scores = scores * np.float32(s.scale * LOG2E)
+    if s.soft_cap is None:
+        scores = scores * np.float32(s.scale * LOG2E)
+    else:
+        scores = np.float32(s.soft_cap * LOG2E) * jnp.tanh(scores * np.float32(s.scale / s.soft_cap))
     if masked:
         seen = _seen(s, r, chunk)
         scores = jnp.where(seen, scores, MASKED)

@@ -94,18 +94,19 @@ def test_paged_attention_equals_its_definition_on_any_mix_and_in_parts(parted):
     definition = jax.jit(partial(paged_attention.reference, scale=0.3))
 
     @settings(max_examples=25)
-    @given(mixes, st.sampled_from([0, 1, 5, 40]), st.integers(0, 2**16))
-    def any_mix(sequences, window, seed):
+    @given(mixes, st.sampled_from([0, 1, 5, 40]), st.integers(-9, 40), st.integers(0, 2**16))
+    def any_mix(sequences, window, before, seed):
         rng = np.random.default_rng(seed)
         scalars, written = mix(sequences, seed)
         q = rng.normal(size=(ROWS, 6, 32)).astype(np.float32)
         pages = rng.normal(size=(len(written), 2, PAGE, 64)).astype(np.float32)
         pages = np.where(written[:, None, :, None], pages, np.nan).astype(np.float32)
         options = {"window": np.int32(window), "sinks": rng.normal(size=6).astype(np.float32)}
+        options["first"] = scalars[2] - np.diff(scalars[1]) + np.int32(before)
         got, want = (f(q, pages, *scalars, **options) for f in (kernel, definition))
-        assert np.isfinite(got).all()
+        assert all(np.isfinite(x).all() for x in got)
         rows = scalars[1][-1]
-        assert_equal(got[:rows], want[:rows], 3e-5)
+        assert_equal([x[:rows] for x in got], [x[:rows] for x in want], 3e-5)
 
     any_mix()
 
@@ -115,8 +116,8 @@ def test_mla_attention_equals_its_definition_on_any_mix_and_in_parts(parted):
     definition = jax.jit(partial(mla_attention.reference, scale=0.1))
 
     @settings(max_examples=20)
-    @given(mixes, st.integers(0, 40), st.integers(0, 2**16))
-    def any_mix(sequences, before, seed):
+    @given(mixes, st.integers(-9, 40), st.booleans(), st.integers(0, 2**16))
+    def any_mix(sequences, before, branching, seed):
         rng = np.random.default_rng(seed)
         scalars, written = mix(sequences, seed)
         q = [rng.normal(size=(ROWS, 6, width)).astype(np.float32) for width in (128, 64)]
@@ -125,7 +126,9 @@ def test_mla_attention_equals_its_definition_on_any_mix_and_in_parts(parted):
         pages = packed(jnp.asarray(values[..., :128]), jnp.asarray(values[..., 128:]))
         # Keys that begin `before` tokens earlier, as those of a part of a context do.
         first = scalars[2] - np.diff(scalars[1]) + np.int32(before)
-        got, want = (f(*q, pages, *scalars, first=first) for f in (kernel, definition))
+        bits = rng.integers(0, 2**31, size=ROWS) if branching else np.full(ROWS, -1)
+        options = {"first": first, "tree": bits.astype(np.int32)}
+        got, want = (f(*q, pages, *scalars, **options) for f in (kernel, definition))
         rows = scalars[1][-1]
         assert_equal([x[:rows] for x in got], [x[:rows] for x in want], 3e-5)
 

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import context_parts
 from pallas_kernels.chip import CHIPS, ambient
 from pallas_kernels.op import Op, Unfit
 from pallas_kernels.page_write import page_write
@@ -81,16 +82,25 @@ def test_kernel_equals_its_definition(op, case, dtype):
     window=st.sampled_from([None, 1, 50]),
     sinks=st.booleans(),
     padding=st.integers(0, 3),
+    later=st.sampled_from([0, 9, -9]),
 )
-def test_attention_equals_its_definition_on_any_mix(sequences, heads, page, window, sinks, padding):
+def test_attention_equals_its_definition_on_any_mix(sequences, heads, page, window, sinks, padding, later):
     new = tuple(count for count, _ in sequences)
     lens = tuple(count + old if count else 0 for count, old in sequences)
     if sum(new) + padding == len(new) and max(new) > 1:
         padding += 1  # as many rows as sequences promises one row each
     if not sum(new) + padding:
         padding = len(new)
-    case = cases.Case(heads, new, lens, page=page, window=window, sinks=sinks, padding=padding)
+    case = cases.Case(heads, new, lens, page=page, window=window, sinks=sinks, padding=padding, later=later)
     check(paged_attention, case, "float32", blocks={"rows": 16, "keys": 128})
+
+
+@pytest.mark.parametrize("options", [{"sinks": True}, {"window": 300}], ids=str)
+def test_two_cores_share_a_long_context(monkeypatch, options):
+    """The second of the sequences has nothing for the second core to see."""
+    monkeypatch.setattr(context_parts.chip, "ambient", lambda: CHIPS["v5p"])
+    case = cases.Case((4, 2, 128), new=(1, 1), lens=(1000, 70), page=64, **options)
+    check(paged_attention, case, "float32", blocks={"rows": 16, "keys": 256})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,8 @@ def test_kernel_compiles_for_chips_that_are_not_here(tpu_compiler, op, case, chi
     topology = EIGHT[chip.name] if several else chip.topology
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     args, kwargs = case.shapes(jnp.bfloat16)
-    arrays = {name: kwargs.pop(name) for name in ("layer", "sinks", "tree") if name in kwargs}
+    # Over several devices, what is not divided among them is a constant.
+    arrays = {name: kwargs.pop(name) for name in ("layer", "sinks", "tree") if name in kwargs and not several}
     mesh, kernel = placed(case, devices, lambda *a, **k: op.using("tpu")(*a, **k, **kwargs))
     place = NamedSharding(mesh, PartitionSpec(case.axis if several else None))
     args, arrays = jax.tree.map(

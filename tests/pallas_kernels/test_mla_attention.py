@@ -116,27 +116,35 @@ def test_one_row_a_sequence_may_leave_sequences_out():
     check_by_hand(case, tuple(x[np.array([0, 2, 3])] for x in got), plain, options)
 
 
-def test_parts_of_a_context_combine_to_the_whole():
-    case = Case(2, (3,), (40,), page=4, latent=128, padding=1)
-    (q_latent, q_rope, pages, table, starts, lens), options = case.call(jnp.float32)
-    whole = mla_attention(q_latent, q_rope, pages, table, starts, lens, **options)
-    parts = [
-        mla_attention(
-            q_latent, q_rope, pages, table[:, begin // 4 :], starts, jnp.array([end - begin], jnp.int32),
-            first=jnp.array([37 - begin], jnp.int32), **options,
-        )
-        for begin, end in ((0, 16), (16, 40))
-    ]  # fmt: skip
-    got = reference.combine(*(jnp.stack(x) for x in zip(*parts, strict=True)))
-    for x, y in zip(got, whole, strict=True):
-        np.testing.assert_allclose(x[:3], y[:3], rtol=1e-5, atol=1e-5)
+@settings(max_examples=15)
+@given(
+    parents=st.lists(st.integers(-1, 6), min_size=1, max_size=7),
+    old=st.integers(0, 30),
+    seed=st.integers(0, 2**16),
+)
+def test_each_guess_of_a_tree_is_what_its_path_alone_gives(parents, old, seed):
+    """Token i continues token parents[i], or the context; other sequences, without a tree, are in the same step."""
+    paths = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if 0 <= parent < i else []), i])
+    count = len(parents)
+    case = Case(2, (1, count, 2), (9, old + count, 12), page=4, latent=128)
+    args, options = case.call(jnp.float32, seed)
+    bits = [0, *(sum(1 << i for i in path[:-1]) for path in paths), 0, 1]
+    tree = _grown(np.array(bits, np.int32), ROOM[0])
+    got = _guessing(*padded(args, stacked=False), tree=tree, scale=options["scale"])
+    out, lse = (np.asarray(x) for x in got)
+    q, keys = np.concatenate(args[:2], axis=-1), stored(case, args, options)
+    for t, path in enumerate(paths, start=1):
+        seen = keys[1][[*range(old), *(old + i for i in path)]]
+        want, want_lse = by_hand(q[t : t + 1], seen, 128, len(seen) - 1, options["scale"])
+        np.testing.assert_allclose(out[t : t + 1], want, rtol=3e-5, atol=3e-5)
+        np.testing.assert_allclose(lse[t : t + 1], want_lse, rtol=3e-5, atol=3e-5)
+    chain, _ = by_hand(q[count + 1 :], keys[2], 128, 10, options["scale"])
+    np.testing.assert_allclose(out[count + 1 : count + 3], chain, rtol=3e-5, atol=3e-5)
 
 
-def test_a_part_without_keys_weighs_nothing():
-    out = jnp.stack([jnp.ones((1, 2, 128)), jnp.zeros((1, 2, 128))])
-    got, lse = reference.combine(out, jnp.stack([jnp.full((1, 2), 3.0), jnp.full((1, 2), reference.NOTHING)]))
-    np.testing.assert_array_equal(got, out[0])
-    np.testing.assert_array_equal(lse, 3.0)
+_guessing = jax.jit(mla_attention.reference, static_argnames="scale")
 
 
 def test_pages_waste_no_lane():
@@ -230,6 +238,7 @@ def test_two_cores_share_a_long_context(monkeypatch):
         ({"page": 40}, None, "page size 40"),
         ({"page": 64}, FP8, "page size 64"),
         ({"lens": (1 << 23,) * 2}, None, "scalar memory"),
+        ({"new": (1 << 17, 1), "lens": (1 << 17, 1), "page": 1 << 17, "tree": True}, None, "scalar memory"),
     ],
 )
 def test_refuses_what_does_not_fit(change, cache, words):

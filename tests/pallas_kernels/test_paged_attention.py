@@ -17,8 +17,8 @@ from pallas_kernels.pages import ScaledPages, as_kept
 
 
 def by_hand(q, keys, values, scale, window, soft_cap, sinks):
-    """Attention of the last rows of one sequence, in float64: q [T, N, H], keys [S, K, H]."""
-    out = np.zeros(q.shape)
+    """(results, log-sum-exps) of the last rows of one sequence, in float64: q [T, N, H], keys [S, K, H]."""
+    out, lse = np.zeros(q.shape), np.zeros(q.shape[:2])
     first = len(keys) - len(q)
     for t, row in enumerate(q):
         for n, vector in enumerate(row):
@@ -30,7 +30,8 @@ def by_hand(q, keys, values, scale, window, soft_cap, sinks):
             weights = np.exp(scores)
             total = weights.sum() + (np.exp(sinks[n]) if sinks is not None else 0)
             out[t, n] = weights @ values[low : first + t + 1, k] / total
-    return out
+            lse[t, n] = np.log(total)
+    return out, lse
 
 
 def laid_out(rng, new, old, page, heads=(4, 2, 8), width=None, poison=True):
@@ -86,11 +87,13 @@ def test_any_mix_of_rows_equals_attention_by_hand(monkeypatch, blocks, soft_cap,
             np.append(starts, [starts[-1]] * (ROOM[1] + 1 - len(starts))).astype(np.int32),
             _grown(lens, ROOM[1]),
         )
-        got = np.asarray(attend(*padded, window=np.int32(window), sinks=sinks))
-        assert np.isfinite(got).all()
+        got, got_lse = (np.asarray(x) for x in attend(*padded, window=np.int32(window), sinks=sinks))
+        assert np.isfinite(got).all() and np.isfinite(got_lse).all()
         for b, (k, v) in enumerate(sequences):
-            want = by_hand(q[starts[b] : starts[b + 1]], k, v, 0.3, window, soft_cap, sinks)
-            np.testing.assert_allclose(got[starts[b] : starts[b + 1]], want, rtol=2e-5, atol=2e-5)
+            rows = slice(starts[b], starts[b + 1])
+            want, lse = by_hand(q[rows], k, v, 0.3, window, soft_cap, sinks)
+            np.testing.assert_allclose(got[rows], want, rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(got_lse[rows], lse, rtol=2e-5, atol=2e-5)
 
     any_mix()
 
@@ -99,9 +102,9 @@ def test_any_mix_of_rows_equals_attention_by_hand(monkeypatch, blocks, soft_cap,
 @pytest.mark.parametrize("window", [None, 6])
 def test_one_row_each_and_one_sequence_equal_attention_by_hand(new, old, window):
     q, pages, table, starts, lens, sequences = laid_out(np.random.default_rng(1), new, old, page=4)
-    got = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=0.3, window=window)
+    got, _ = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=0.3, window=window)
     for b, (k, v) in enumerate(sequences):
-        want = by_hand(q[starts[b] : starts[b + 1]], k, v, 0.3, window, None, None)
+        want, _ = by_hand(q[starts[b] : starts[b + 1]], k, v, 0.3, window, None, None)
         np.testing.assert_allclose(got[starts[b] : starts[b + 1]], want, rtol=2e-5, atol=2e-5)
 
 
@@ -112,11 +115,11 @@ def _grown(array: np.ndarray, size: int) -> np.ndarray:
 def test_padding_rows_and_empty_sequences_change_nothing():
     rng = np.random.default_rng(0)
     q, pages, table, starts, lens, _ = laid_out(rng, [3, 1], [5, 7], page=4)
-    plain = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=1.0)
+    plain, _ = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=1.0)
     q = np.concatenate([q, np.ones((4, 4, 8), np.float32)])
     table = np.pad(table, ((0, 2), (0, 3)))
     starts, lens = np.append(starts, [4, 4]).astype(np.int32), np.append(lens, [0, 0]).astype(np.int32)
-    padded = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=1.0)
+    padded, _ = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=1.0)
     np.testing.assert_allclose(padded[:4], plain, rtol=1e-5, atol=1e-6)
     assert bool(jnp.isfinite(padded).all())
 
@@ -144,15 +147,14 @@ def test_each_guess_of_a_tree_sees_its_own_branch():
             branches[t] = branches[parent] + [t]
     bits = [sum(1 << i for i in branch[:-1]) for branch in branches]
     tree = jnp.array([*bits, 0, 0, 1, 3], jnp.int32)
-    got = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=0.3, tree=tree)
+    got, _ = paged_attention(*map(jnp.asarray, (q, pages, table, starts, lens)), scale=0.3, tree=tree)
     (k, v), (chain_k, chain_v) = sequences[0], sequences[2]
     for t, branch in enumerate(branches):
         seen = np.array([*range(9), *(9 + i for i in branch)])
-        want = by_hand(q[t : t + 1], k[seen], v[seen], 0.3, None, None, None)
+        want, _ = by_hand(q[t : t + 1], k[seen], v[seen], 0.3, None, None, None)
         np.testing.assert_allclose(got[t : t + 1], want, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(
-        got[7:], by_hand(q[7:], chain_k, chain_v, 0.3, None, None, None), rtol=2e-5, atol=2e-5
-    )
+    chain, _ = by_hand(q[7:], chain_k, chain_v, 0.3, None, None, None)
+    np.testing.assert_allclose(got[7:], chain, rtol=2e-5, atol=2e-5)
 
 
 def test_a_cache_in_four_bits_spreads_what_is_large_over_its_head():
@@ -170,8 +172,8 @@ def test_a_cache_in_four_bits_spreads_what_is_large_over_its_head():
     assert isinstance(pages, ScaledPages) and pages.values.nbytes == rows.size / 2 * 2
     q = rng.normal(size=(3, 4, 32)).astype(np.float32)
     table, starts, lens = jnp.array([[1, 2, 3]]), jnp.array([0, 3]), jnp.array([10])
-    got = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.1)
-    want = by_hand(q, stored[..., :32], stored[..., 32:], 0.1, None, None, None)
+    got, _ = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.1)
+    want, _ = by_hand(q, stored[..., :32], stored[..., 32:], 0.1, None, None, None)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -191,6 +193,6 @@ def test_a_cache_in_eight_bits_keeps_keys_and_values_to_their_own_scales(cache, 
     assert wrong.max() < error
     q = rng.normal(size=(3, 4, 8)).astype(np.float32)
     table, starts, lens = jnp.array([[1, 2, 3]]), jnp.array([0, 3]), jnp.array([10])
-    got = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.3)
-    want = by_hand(q, stored[..., :8], stored[..., 8:], 0.3, None, None, None)
+    got, _ = paged_attention(jnp.asarray(q), pages, table, starts, lens, scale=0.3)
+    want, _ = by_hand(q, stored[..., :8], stored[..., 8:], 0.3, None, None, None)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-8)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from pallas_kernels.op import Unfit
 from pallas_kernels.ring_attention import ring_attention, tpu, tpu_body, zigzag
 from pallas_kernels.ring_attention.cases import Case
-from pallas_kernels.ring_attention.layout import NOWHERE, PLACES
+from pallas_kernels.ring_attention.layout import NOWHERE, PLACES, lowest
 from pallas_kernels.ring_attention.reference import cost
 
 X = 4
@@ -26,7 +26,7 @@ def over_ring(case: Case, args, kwargs, implementation: str = "reference"):
     return jax.jit(case.over(mesh, partial(ring_attention.using(implementation), **kwargs)))(*args)
 
 
-def on_one_device(args, scale, latent):
+def on_one_device(args, scale, latent, window, soft_cap, sinks, **_):
     """Softmax over the whole context, written out; token by token through their places."""
     q, kv, q_places, kv_places, _ = (np.asarray(x, np.float64 if x.ndim > 1 else None) for x in args)
     n, k, h = q.shape[1], kv.shape[1], q.shape[2]
@@ -34,9 +34,14 @@ def on_one_device(args, scale, latent):
     values = np.repeat(kv[..., h:] if latent is None else kv[..., :latent], n // k, axis=1)
     same = kv_places[None] // PLACES == q_places[:, None] // PLACES
     seen = same & (kv_places[None] <= q_places[:, None]) & (kv_places[None] != NOWHERE)
+    if window:
+        seen &= kv_places[None] > q_places[:, None] - window
     scores = np.einsum("tnh,snh->tns", q, keys) * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
     scores = np.where(seen[:, None], scores, -np.inf)[q_places != NOWHERE]
-    lse = np.log(np.sum(np.exp(scores), axis=-1))
+    extra = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64))
+    lse = np.log(np.sum(np.exp(scores), axis=-1) + extra)
     out = np.einsum("tns,snv->tnv", np.exp(scores - lse[..., None]), values)
     return np.concatenate([out, lse[..., None]], axis=-1)
 
@@ -50,13 +55,23 @@ def on_one_device(args, scale, latent):
         Case(X, (4, 1, 12), new=(40,), latent=8, multiple=8),
         Case(2, (2, 1, 8), new=(9, 30), context=(50, 0), multiple=4),
         Case(1, (2, 1, 8), new=(20,), multiple=4),
+        Case(X, (4, 2, 8), new=(61, 9), multiple=4, window=7, soft_cap=2.0, sinks=True),
+        Case(2, (4, 2, 8), new=(9, 30), context=(50, 0), multiple=4, window=20, sinks=True),
     ],
-    ids=["grouped", "three sequences", "latent", "on contexts", "ring of one"],
+    ids=[
+        "grouped",
+        "three sequences",
+        "latent",
+        "on contexts",
+        "ring of one",
+        "window, soft cap, sinks",
+        "window on contexts",
+    ],
 )
 def test_a_ring_gives_what_one_device_gives(case):
     args, kwargs = case.call(jnp.float32)
     got = case.defined(over_ring(case, args, kwargs))
-    want = on_one_device(args, kwargs["scale"], case.latent)
+    want = on_one_device(args, **kwargs)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -86,6 +101,25 @@ def test_the_race_detector_sees_keys_that_arrive_where_others_are_read(monkeypat
         jax.block_until_ready(over_ring(case, args, kwargs, "tpu"))
     assert "RACE DETECTED" in caplog.text
     pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("window", [0, 1, 128, 200, 600])
+def test_blocks_of_keys_that_no_query_sees_are_passed_over(window):
+    """A traced window, as of layers that are scanned; the definition multiplies as few blocks."""
+    (q, kv, q_places, kv_places, starts), _ = Case(2, (2, 1, 128), new=(1500, 300)).shapes(jnp.bfloat16)
+    blocks = {"rows": 256, "keys": 128, "at_once": 128}
+    static, _ = tpu.sizes(q, kv, scale=1.0, axis_name="ring", latent=None, blocks=blocks)
+    lows = np.asarray(jax.jit(lowest)(q_places, starts, np.int32(window)))
+    codes, count = tpu._pairs(static, jnp.stack([q_places, lows], axis=1), jnp.asarray(kv_places))
+    same = kv_places[None] // PLACES == q_places[:, None] // PLACES
+    seen = same & (kv_places[None] <= q_places[:, None]) & (kv_places[None] != NOWHERE)
+    seen &= (window == 0) | (kv_places[None] > q_places[:, None] - window)
+    tiles = seen.reshape(len(q_places) // static.tokens, static.tokens, static.blocks, static.keys)
+    visited = np.zeros(tiles.shape[0] * static.blocks, bool)
+    visited[np.asarray(codes)[: int(count)] // 2] = True
+    np.testing.assert_array_equal(visited.reshape(-1, static.blocks), tiles.any(axis=(1, 3)))
+    whole = np.asarray(codes)[: int(count)] % 2 == 0
+    assert tiles.all(axis=(1, 3)).reshape(-1)[np.asarray(codes)[: int(count)][whole] // 2].all()
 
 
 @given(
@@ -169,4 +203,5 @@ def test_the_cost_counts_what_is_seen():
     args, kwargs = case.call(jnp.float32)
     flops, nbytes = cost(*args, **kwargs, devices=2)
     assert flops == 2 * 3 * 16 * sum(range(5, 17))
+    assert cost(*args, **kwargs | {"window": 7}, devices=2)[0] == 2 * 3 * 16 * (5 + 6 + 7 * 10)
     assert nbytes == 2 * 16 * 16 * 4 + 2 * 12 * 3 * 8 * 4 + 12 * 3 * 4
