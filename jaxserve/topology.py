@@ -84,8 +84,6 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
     context, ways = config.prefill_context_parallel_size, config.expert_parallel_size
     stages = config.pipeline_parallel_size
-    if context > 1:
-        _check_context(model)
     if stages > 1:
         _check_stages(config)
     if ways is None:
@@ -107,18 +105,6 @@ def topology_for(config: EngineConfig, model: ModelConfig) -> Topology:
             f"{possible or 1}, or change the others"
         )
     return found[ways]
-
-
-def _check_context(model: ModelConfig) -> None:
-    found = {
-        "windows": any(model.windows), "sinks": model.sinks, "a soft cap": model.attention_soft_cap is not None,
-    }  # fmt: skip
-    if any(found.values()):
-        names = " and ".join(name for name, there in found.items() if there)
-        raise ConfigError(
-            f"the attention of {model.name} has {names}, which prompts spread over devices do not; leave "
-            "prefill_context_parallel_size out, and use data_parallel_size"
-        )
 
 
 def _check_stages(config: EngineConfig) -> None:

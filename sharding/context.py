@@ -22,14 +22,18 @@ def spread_attention(
     *,
     scale: float,
     latent: int | None = None,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "T N V"]:
     """Causal attention of the first `count` rows here over the rows of all devices; see `ring_attention`."""
     row = jnp.arange(len(q), dtype=jnp.int32)
     places = jnp.where(row < count, positions, -1)
     heads, kv_heads = P(None, divided(TENSOR)), P() if latent else P(None, divided(TENSOR[:1]))
     out, _ = everywhere(
-        ring.ring_attention, divided(TENSOR), (heads, kv_heads, P(), P(), P()), (heads, heads), {},
-        q, kv, places, places, jnp.zeros_like(places), scale=scale, axis_name=CONTEXT, latent=latent,
+        ring.ring_attention, divided(TENSOR), (heads, kv_heads, P(), P(), P()), (heads, heads),
+        {"sinks": P(divided(TENSOR))}, q, kv, places, places, jnp.zeros_like(places),
+        scale=scale, axis_name=CONTEXT, latent=latent, window=window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
     return out
 

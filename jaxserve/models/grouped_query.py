@@ -79,25 +79,19 @@ def attention(
         growth_T = 1 + beta * jnp.log1p(jnp.floor(batch.positions.astype(jnp.float32) / length))
         q_TNH = q_TNH * growth_T.astype(q_TNH.dtype)[:, None, None]
     kv_TKW = jnp.concatenate([k_TKH, v_TKH], axis=-1)
+    form = {
+        "scale": c.attention_scale,
+        "window": None if isinstance(window, int) and window == 0 else window,
+        "soft_cap": c.attention_soft_cap,
+        "sinks": w.get("sinks"),
+    }
     if batch.spread:
         pages = page_write(pages, all_rows(kv_TKW), batch.places)
         kept_TKW = as_kept(pages, kv_TKW)
-        out_TNH = spread_attention(
-            q_TNH, kept_TKW, batch.positions, batch.q_starts[1], scale=c.attention_scale
-        )
+        out_TNH = spread_attention(q_TNH, kept_TKW, batch.positions, batch.q_starts[1], **form)
         return _out(c, w, out_TNH), pages
     pages = page_write(pages, kv_TKW, batch.places)
-    out_TNH, _ = paged_attention(
-        q_TNH,
-        pages,
-        batch.page_table,
-        batch.q_starts,
-        batch.kv_lens,
-        scale=c.attention_scale,
-        window=None if isinstance(window, int) and window == 0 else window,
-        soft_cap=c.attention_soft_cap,
-        sinks=w.get("sinks"),
-    )
+    out_TNH, _ = paged_attention(q_TNH, pages, batch.page_table, batch.q_starts, batch.kv_lens, **form)
     return _out(c, w, out_TNH), pages
 
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import ConfigError
 from jaxserve.runner import DeviceRunner
 from sharding.context import stripes
 from tests.engines import SIZES
-from tests.jaxserve.models.running import GOLDEN, golden_prompts
+from tests.jaxserve.models.running import GOLDEN, golden_config, golden_prompts
 from tests.tiny import tiny_checkpoint, tiny_tokenizer
 
 SMALL = SIZES | {"max_num_seqs": 1, "compilation_cache_dir": ""}
@@ -84,7 +83,25 @@ def test_every_position_is_on_one_device_and_first_rows_are_real(length):
     assert all((np.diff(positions) > 0).all() for positions in held)
 
 
-def test_attention_that_cannot_be_spread_is_refused(tmp_path):
-    model = tiny_checkpoint(tmp_path, "gemma2", tokenizer=True)
-    with pytest.raises(ConfigError, match="gemma2 has windows and a soft cap"):
-        LLM(str(model), prefill_context_parallel_size=2)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=pytest.mark.supports("many devices", f"a long prompt over devices, {what}"))
+        for arch, what in (("gemma2", "windows and soft cap"), ("gpt_oss", "windows and sinks"))
+    ],
+)
+def test_windows_soft_caps_and_sinks_go_round_the_ring(tmp_path, arch):
+    """A prompt longer than the windows; the scores of all its tokens, too, are those of the golden."""
+    shutil.copytree(GOLDEN / arch, tmp_path / arch)
+    tiny_tokenizer(tmp_path / arch)
+    sizes = SMALL | {"max_model_len": 160, "max_num_batched_tokens": 40, "block_size": 8}
+    llm = LLM(str(tmp_path / arch), **sizes, prefill_context_parallel_size=4, tensor_parallel_size=2)
+    seen, prompt = watched(llm), golden_prompts(arch)[-1]
+    (output,) = llm.generate([prompt["ids"]], ASKED, use_tqdm=False)
+    llm.close()
+    assert seen.count(4) == 1 and 0 < max(golden_config(arch).windows) < 40
+    assert output.outputs[0].token_ids == prompt["greedy"][:6]
+    logits = np.load(GOLDEN / arch / "logits.npz")[f"logits_{prompt['length']}"].astype(np.float64)
+    logprobs = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    expected = logprobs[np.arange(prompt["length"] - 1), prompt["ids"][1:]]
+    np.testing.assert_allclose(scores(output), expected, atol=1e-3)
