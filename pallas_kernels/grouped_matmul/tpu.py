@@ -51,23 +51,20 @@ def grouped_matmul(x, w, group_sizes, *, layer=None, blocks: Mapping[str, int] |
     pairs = _pairs(group_sizes, t, s.rows, jnp.asarray(0 if layer is None else layer, jnp.int32) * e)
     steps_d = weight.codes.shape[-1] // s.width
     specs, inputs = one.weight_specs(weight, s, groups, _weight_of(steps_d - 1))
-    planes, factors = tpu_body.planes(x, s)
-    if factors is not None:
-        specs.append(pl.BlockSpec((s.rows, 1), lambda j, i, k, _, tile, *__: (tile[i], 0)))
-        inputs.append(factors)
+    rows = tpu_body.arranged(x, s)
     return pl.pallas_call(
         functools.partial(_body, s, steps_d - 1),
         out_shape=jax.ShapeDtypeStruct((t, f), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             grid=(pl.cdiv(f, s.outputs), pairs.tile.shape[0], steps_d),
-            in_specs=[one.rows_spec(planes, s, _rows_of(steps_d - 1)), *specs],
+            in_specs=[one.rows_spec(rows, s, _rows_of(steps_d - 1)), *specs],
             out_specs=pl.BlockSpec((s.rows, s.outputs), lambda j, i, k, _, tile, *__: (tile[i], j)),
             scratch_shapes=tpu_body.scratch(s, groups),
         ),
         compiler_params=tpu_body.compiler_params(here.vmem_bytes),
         name="grouped_matmul_" + (w.format.name if isinstance(w, QTensor) else "bf16"),
-    )(*pairs, planes, *inputs)
+    )(*pairs, rows, *inputs)
 
 
 def _weight_of(last: int):

@@ -22,10 +22,11 @@ from pallas_kernels.op import Unfit
 
 FEW_ROWS = 256  # all in one tile
 MANY = {"rows": 1024, "outputs": 1024, "columns": 1024}  # enough to use each byte a thousand times
-HALVED_ROWS = {"v6e": 64, "tpu7x": 128}  # up to which FP8 products of two halves outrun BF16 ones
+LATE = 256  # rows, a copy for each group in as many columns as the unit is deep, cheaper than scaled weights
+SHALLOW_LATE = 64  # the same with packed codes where the matrix unit is 128 deep
 STREAM_BYTES = 4 << 20  # of codes in one tile: long enough to hide the latency of the next copy
 CHUNK = 512  # code columns unpacked at once: enough to fill the schedule, few enough not to spill
-BLOCKS_CHUNK = 2048  # the same where E4M3 blocks are operands as they are
+LONG_CHUNK = 2048  # the same of operands of eight bits, made on their way: each start costs about 150 cycles
 ROWS_BYTES = 16 << 20  # of rows kept in VMEM
 
 
@@ -52,23 +53,20 @@ def matmul(x, w, *, layer=None, blocks: Mapping[str, int] | None = None):
     steps_d = weight.codes.shape[-1] // s.width
     grid = (pl.cdiv(f, s.outputs), pl.cdiv(t, s.rows), steps_d)
     specs, inputs = weight_specs(weight, s, groups, lambda _i, k, layer: (layer[0], k))
-    planes, factors = tpu_body.planes(x, s)
-    if factors is not None:
-        specs.append(pl.BlockSpec((s.rows, 1), lambda j, i, k, _: (i, 0)))
-        inputs.append(factors)
+    rows = tpu_body.arranged(x, s)
     return pl.pallas_call(
         functools.partial(_body, s, steps_d - 1),
         out_shape=jax.ShapeDtypeStruct((t, f), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[rows_spec(planes, s, lambda i, k, _: (i, k)), *specs],
+            in_specs=[rows_spec(rows, s, lambda i, k, _: (i, k)), *specs],
             out_specs=pl.BlockSpec((s.rows, s.outputs), lambda j, i, k, _: (i, j)),
             scratch_shapes=tpu_body.scratch(s, groups),
         ),
         compiler_params=tpu_body.compiler_params(here.vmem_bytes),
         name="matmul_" + (weight.format.name if weight.format else "bf16"),
-    )(jnp.asarray(layer, jnp.int32).reshape(1), planes, *inputs)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), rows, *inputs)
 
 
 def _body(s: Static, last: int, _layer, *refs) -> None:
@@ -121,22 +119,28 @@ def static(
     packed = 2 if w.format is not None and w.format.packed else 1
     width = _divisor(d // packed, found["columns"] // packed)
     native = here.name == "tpu7x"
-    few = min(t, found["rows"]) <= HALVED_ROWS.get(here.name, 0)
-    halves = few and w.format is not None and w.format.codes == "e4m3"
-    rows = min(found["rows"], padded(t, 32 if halves else 16))
+    rows = min(found["rows"], padded(t, 16))
     outputs = min(found["outputs"], padded(f, 2 * LANES))
     groups = padded(w.scales.shape[-1], LANES) if w.format and tpu_weights.grouped(w.format) else 0
     resident = padded(t, rows) * d * 2 <= ROWS_BYTES
     turned = w.scales is not None and _lies_turned(*w.scales.shape[-2:])
-    s = Static(w.format, rows, outputs, width, 0, native, resident, halves, turned)
-    whole = BLOCKS_CHUNK if tpu_body.blocked(w.format) else width
-    s = s._replace(chunk=_divisor(width, whole if s.direct else CHUNK))
+    s = Static(w.format, rows, outputs, width, 0, native, resident, _late(w.format, rows, here), turned)
+    most = CHUNK if s.prepared else width if s.direct and not s.late else LONG_CHUNK
+    s = s._replace(chunk=_divisor(width, most))
     need = tpu_body.tile_bytes(s, 2 * (padded(t, rows) * d if resident else rows * width * packed), groups)
     if need > here.vmem_bytes * 7 // 8:
         raise Unfit(
             f"tiles of {rows} x {outputs} x {width} take {need >> 20} MiB of VMEM; use smaller blocks"
         )
     return s, groups
+
+
+def _late(format: Format | None, rows: int, here: chip.Chip) -> bool:
+    """Whether so few rows are that scales, exactly, multiply sums of groups and blocks instead of weights."""
+    if format is None or not format.block[1] or tpu_body.DEPTH % format.block[1]:
+        return False
+    shallow = format.packed and here.name in ("v5e", "v5p")
+    return rows * (tpu_body.DEPTH // format.block[1]) <= (SHALLOW_LATE if shallow else LATE)
 
 
 def _lies_turned(f: int, groups: int) -> bool:
@@ -164,12 +168,12 @@ def _divisor(width: int, most: int) -> int:
     return max((i for i in range(LANES, min(width, most) + 1, LANES) if width % i == 0), default=LANES)
 
 
-def rows_spec(planes, s: Static, which) -> pl.BlockSpec:
+def rows_spec(rows, s: Static, which) -> pl.BlockSpec:
     """All rows, or tiles of them: `which(i, k, *scalars)` says which one step (i, k) takes, and which columns."""
     if s.resident:
-        whole = (planes.shape[0], padded(planes.shape[1], s.rows), planes.shape[2])
-        return pl.BlockSpec(whole, lambda *_: (0, 0, 0), pipeline_mode=pl.Buffered(1))
-    return pl.BlockSpec((planes.shape[0], s.rows, s.width), lambda j, i, k, *at: (0, *which(i, k, *at)))
+        whole = (padded(rows.shape[0], s.rows), rows.shape[1])
+        return pl.BlockSpec(whole, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
+    return pl.BlockSpec((s.rows, s.width * s.packed), lambda j, i, k, *at: which(i, k, *at))
 
 
 def weight_specs(w: Weight, s: Static, groups: int, which) -> tuple[list, list]:

@@ -13,7 +13,7 @@ from pallas_kernels.matmul import tpu_weights
 from pallas_kernels.matmul.tpu_weights import LANES, Stored
 
 OUTPUTS = 256  # as many as the matrix unit has columns are summed at once
-LATE_ROWS = 128  # so few rows are cheaper to scale, exactly, after the product than the weight before it
+DEPTH = 256  # and as many columns at a time where groups are scaled after the product
 
 
 class Static(NamedTuple):
@@ -28,32 +28,39 @@ class Static(NamedTuple):
         bool  # E4M3 as checkpoints have it; otherwise the matrix unit knows the one with a bias of 11
     )
     resident: bool  # all rows are in VMEM whole, not only those and their columns of a tile
-    halves: bool  # rows come as two E4M3 each, so that E4M3 weights need not become BF16
+    late: bool  # scales of groups and blocks multiply sums, not weights
     turned: bool  # scales of groups and of blocks come with F last
 
     @property
     def operand(self) -> Any:
-        """What the matrix unit is fed."""
-        if not self.halves:
-            return jnp.bfloat16
-        return jnp.float8_e4m3fn if self.native_e4m3 else jnp.float8_e4m3b11fnuz
+        """What of the weight the matrix unit is fed; rows are BF16 beside any of them."""
+        return tpu_weights.operand(self.format, self.native_e4m3, self.late)
 
     @property
     def direct(self) -> bool:
         """Whether the stored weight is an operand as it is."""
-        return self.format is None or (self.halves and self.native_e4m3)
+        return self.format is None or (self.operand == jnp.float8_e4m3fn and self.format.codes == "e4m3")
+
+    @property
+    def prepared(self) -> bool:
+        """Whether operands are made in VMEM, ahead: BF16 ones, which take many instructions."""
+        return not self.direct and self.operand == jnp.bfloat16
+
+    @property
+    def packed(self) -> int:
+        """Columns of the rows for each column of codes."""
+        return 2 if self.format is not None and self.format.packed else 1
 
 
 class Refs(NamedTuple):
     """Where everything lies; None what the format has not."""
 
-    x: Any  # [planes, rows, width] or, resident, all of them
+    x: Any  # [rows, columns] or, resident, all of them
     w: Stored
     columns: Any  # [1, outputs] float32: a factor for every output, or [1, 1] in SMEM for all
-    factors: Any  # [rows, 1] float32: a factor for every row
     out: Any  # [rows, outputs]
     sums: Any  # [rows, outputs] float32
-    wide: tuple  # two buffers of operands [planes, outputs, chunk], where codes are not operands themselves
+    wide: tuple  # two buffers of operands [outputs, columns of a chunk], where codes are not operands themselves
 
 
 class Place(NamedTuple):
@@ -73,11 +80,10 @@ def refs_of(s: Static, refs: list) -> Refs:
     scales = take(groups or blocked(format))
     zeros = take(format is not None and format.zeros)
     columns = take(format is not None and (not format.block[1] or format.per_tensor))
-    factors = take(s.halves)
     out, sums = next(left), next(left)
     steps = take(groups)
     offsets = take(zeros is not None)
-    return Refs(x, Stored(codes, scales, zeros, steps, offsets), columns, factors, out, sums, tuple(left))
+    return Refs(x, Stored(codes, scales, zeros, steps, offsets), columns, out, sums, tuple(left))
 
 
 def blocked(format: Format | None) -> bool:
@@ -86,12 +92,17 @@ def blocked(format: Format | None) -> bool:
 
 
 def scratch(s: Static, groups: int) -> list:
-    """The sums; where columns are grouped, the scales (and zero points) in BF16, two rows in one word; operands."""
-    words = pltpu.VMEM((s.outputs // 2, groups), jnp.int32)
+    """The sums; where columns are grouped, the scales (and zero points); operands."""
+    words = pltpu.VMEM((groups, s.outputs), jnp.float32)
+    if not s.late:
+        words = pltpu.VMEM((s.outputs // 2, groups), jnp.int32)
     count = tpu_weights.grouped(s.format) + (s.format is not None and s.format.zeros)
-    planes = 2 if s.format is not None and s.format.packed else 1
-    wide = pltpu.VMEM((planes, s.outputs, s.chunk), s.operand)
-    return [pltpu.VMEM((s.rows, s.outputs), jnp.float32), *[words] * count, *[wide] * (0 if s.direct else 2)]
+    wide = pltpu.VMEM((s.outputs, s.packed * s.chunk), s.operand)
+    return [
+        pltpu.VMEM((s.rows, s.outputs), jnp.float32),
+        *[words] * count,
+        *[wide] * (2 if s.prepared else 0),
+    ]
 
 
 def multiply(s: Static, r: Refs, f, d, last_d: int, row, store: Callable[[Array], None]) -> None:
@@ -104,7 +115,7 @@ def multiply(s: Static, r: Refs, f, d, last_d: int, row, store: Callable[[Array]
     def _():
         r.sums[...] = jnp.zeros_like(r.sums)
         if tpu_weights.grouped(s.format):
-            tpu_weights.prepare(s.format, r.w, s.turned)
+            tpu_weights.prepare(s.format, r.w, s.turned, s.late)
 
     _all_chunks(s, r, Place(f, d * s.width, row))
 
@@ -113,9 +124,7 @@ def multiply(s: Static, r: Refs, f, d, last_d: int, row, store: Callable[[Array]
         sums = r.sums[...]
         if r.columns is not None:
             sums = sums * (r.columns[0, 0] if s.format.per_tensor else r.columns[...])
-        if r.factors is not None:
-            sums = sums * r.factors[...]
-        scale = 1.0 if blocked(s.format) else tpu_weights.factor(s.format, s.native_e4m3)
+        scale = 1.0 if blocked(s.format) else tpu_weights.factor(s.format, s.native_e4m3, s.late)
         store((sums * scale if scale != 1.0 else sums).astype(r.out.dtype))
 
 
@@ -124,10 +133,10 @@ def _all_chunks(s: Static, r: Refs, place: Place) -> None:
     count = s.width // s.chunk
     at = lambda i: pl.multiple_of(i * s.chunk, s.chunk)  # noqa: E731
 
-    if s.direct:
+    if not r.wide:
 
         def straight(i, _):
-            _accumulate(s, r, place, at(i), r.w.codes, at(i))
+            _accumulate(s, r, place, at(i), lambda *tile: _operand(s, r, place, at(i), *tile))
 
         lax.fori_loop(0, count, straight, None)
         return
@@ -136,66 +145,108 @@ def _all_chunks(s: Static, r: Refs, place: Place) -> None:
 
     def pair(i, _):
         _unpack(s, r, place, at(2 * i + 1), odd)
-        _accumulate(s, r, place, at(2 * i), even, 0)
+        _accumulate(s, r, place, at(2 * i), lambda *tile: even[tile])
         _unpack(s, r, place, at(jnp.minimum(2 * i + 2, count - 1)), even)
-        _accumulate(s, r, place, at(2 * i + 1), odd, 0)
+        _accumulate(s, r, place, at(2 * i + 1), lambda *tile: odd[tile])
 
     lax.fori_loop(0, count // 2, pair, None)
     if count % 2:
-        _accumulate(s, r, place, at(count - 1), even, 0)
+        _accumulate(s, r, place, at(count - 1), lambda *tile: even[tile])
 
 
-def _accumulate(s: Static, r: Refs, place: Place, at, w, w_at) -> None:
-    """Add the products of code columns at:at+chunk, whose operands are the columns of `w` from `w_at` on."""
-    late = blocked(s.format) and s.rows <= LATE_ROWS
-    size = LANES if late else s.chunk
-    rows = pl.ds(place.row, s.rows)
-    first = place.column + at if s.resident else at
-    for output in range(0, s.outputs, OUTPUTS):
-        outputs, total = slice(output, output + OUTPUTS), r.sums[:, output : output + OUTPUTS]
-        for i in range(0, s.chunk, size):
-            found = _product(s, r, rows, pl.ds(first + i, size), w, outputs, pl.ds(w_at + i, size))
-            if late:
-                scales = _block_scales(s, r, place.f, place.column + at + i)
-                scales = scales[output // LANES :][: OUTPUTS // LANES]
-                found = found * jnp.concatenate([jnp.full((1, LANES), scale) for scale in scales], axis=1)
-            total = total + found
-        r.sums[:, outputs] = total
+def _accumulate(s: Static, r: Refs, place: Place, at, operand: Callable[[slice, slice], Array]) -> None:
+    """Add the products of code columns at:at+chunk; `operand` gives these outputs and columns of that chunk."""
+    total = s.chunk * s.packed
+    size = (LANES if blocked(s.format) else DEPTH) if s.late else total
+    first = (place.column + at if s.resident else at) * s.packed
+    for i in range(0, total, size):
+        rows = r.x[pl.ds(place.row, s.rows), pl.ds(first + i, size)]
+        product = _scaled(s, r, place, (place.column + at) * s.packed + i, rows) if s.late else _plain
+        for output in range(0, s.outputs, OUTPUTS):
+            outputs = slice(output, output + OUTPUTS)
+            r.sums[:, outputs] += product(rows, operand(outputs, slice(i, i + size)), outputs)
 
 
-def _product(s: Static, r: Refs, rows, columns, w, outputs: slice, w_columns) -> Array:
-    """[rows, outputs] float32: these columns of the rows times these of the operands."""
-    if s.halves:
-        part = w[outputs, w_columns] if s.direct else w[0, outputs, w_columns]
-        both = _dot(r.x[:, rows, columns].reshape(2 * s.rows, -1), part)
-        return both[: s.rows] + both[s.rows :]
+def _operand(s: Static, r: Refs, place: Place, at, outputs: slice, columns: slice) -> Array:
+    """These columns, counted from code column `at` on, as the matrix unit takes them."""
+    codes = range(columns.start // s.packed, columns.stop // s.packed, LANES)
     if s.direct:
-        return _dot(r.x[0, rows, columns], w[outputs, w_columns])
-    planes = range(r.x.shape[0])
-    parts = [_dot(r.x[plane, rows, columns], w[plane, outputs, w_columns]) for plane in planes]
-    return sum(parts[1:], start=parts[0])
+        return r.w.codes[outputs, pl.ds(at + columns.start, columns.stop - columns.start)]
+    parts = [
+        part
+        for i in codes
+        for part in tpu_weights.operands(
+            s.format, r.w, outputs, at + i, place.column + at + i, s.native_e4m3, s.late
+        )
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+def _plain(x: Array, w: Array, _outputs: slice) -> Array:
+    return _dot(x, w)
+
+
+def _scaled(s: Static, r: Refs, place: Place, column, rows: Array) -> Callable[[Array, Array, slice], Array]:
+    """The product of these columns, from `column` of the whole row on, with sums multiplied by their scales.
+
+    Rows meet groups one at a time: as many copies of them as there are groups, each zero but in its own.
+    """
+    if blocked(s.format):
+        scales = _block_scales(s, r, place.f, column)
+
+        def product(x: Array, w: Array, outputs: slice) -> Array:
+            mine = scales[outputs.start // LANES : outputs.stop // LANES]
+            return _dot(x, w) * jnp.concatenate([jnp.full((1, LANES), scale) for scale in mine], axis=1)
+
+        return product
+    count, group = DEPTH // s.format.block[1], column // s.format.block[1]
+    copies = _one_group_each(rows, count)
+    if s.format.codes == "int4":  # codes are multiplied as they are, zero points taken off the sums
+        unit = 1 / tpu_weights.factor(s.format, s.native_e4m3, s.late)
+        ones = jnp.sum(copies.astype(jnp.float32), axis=1, keepdims=True) * unit
+
+    def sums(_: Array, w: Array, outputs: slice) -> Array:
+        found, total = _dot(copies, w), jnp.zeros((s.rows, w.shape[0]), jnp.float32)
+        for i in range(count):
+            mine, here = slice(i * s.rows, (i + 1) * s.rows), (pl.ds(group + i, 1), outputs)
+            part = found[mine]
+            if s.format.codes == "int4":
+                part = part - ones[mine] * (8.0 if r.w.offsets is None else r.w.offsets[here])
+            total = total + part * r.w.steps[here]
+        return total
+
+    return sums
+
+
+def _one_group_each(rows: Array, count: int) -> Array:
+    """[count * rows, DEPTH]: the rows once for each group of these columns, zero outside it."""
+    words = pltpu.bitcast(rows, jnp.int32)
+    group = lax.broadcasted_iota(jnp.int32, words.shape, 1) % LANES // (LANES // count)
+    copies = [jnp.where(group == i, words, 0) for i in range(count)]
+    return pltpu.bitcast(jnp.concatenate(copies), rows.dtype)
 
 
 def _unpack(s: Static, r: Refs, place: Place, at, to) -> None:
     """Operands of code columns at:at+chunk into `to`, a few registers at a time."""
-    early = blocked(s.format) and s.rows > LATE_ROWS
+    early = blocked(s.format) and not s.late
     for i in range(0, s.chunk, LANES):
         scales = _block_scales(s, r, place.f, place.column + at + i) if early else []
         for row in range(0, s.outputs, LANES):
             rows = slice(row, row + LANES)
             parts = tpu_weights.operands(
-                s.format, r.w, rows, at + i, place.column + at + i, s.native_e4m3, s.operand
+                s.format, r.w, rows, at + i, place.column + at + i, s.native_e4m3, s.late
             )
             for plane, part in enumerate(parts):
                 if early:
                     part = (part.astype(jnp.float32) * scales[row // LANES]).astype(jnp.bfloat16)
-                to[plane, rows, i : i + LANES] = part
+                first = s.packed * i + plane * LANES
+                to[rows, first : first + LANES] = part
 
 
 def _block_scales(s: Static, r: Refs, f, column) -> list[Array]:
     """The scales of the tile's blocks that hold this column of the whole row, from the first output on."""
     blocks, column = -(-s.outputs // LANES), column // LANES
-    scale = tpu_weights.factor(s.format, s.native_e4m3)
+    scale = tpu_weights.factor(s.format, s.native_e4m3, s.late)
     last = r.w.scales.shape[1 if s.turned else 0] - 1
     rows = [jnp.minimum(f * blocks + i, last) for i in range(blocks)]
     return [(r.w.scales[column, row] if s.turned else r.w.scales[row, column]) * scale for row in rows]
@@ -205,31 +256,10 @@ def _dot(x: Array, w: Array) -> Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def planes(x: Array, s: Static) -> tuple[Array, Array | None]:
-    """The rows as [planes, T, width], and [T, 1] float32 to multiply the result by.
-
-    Even and odd columns are planes where two codes share a byte. The halves of `halved` are planes, too.
-    """
-    if s.halves:
-        return halved(x, s.operand)
-    return (
-        jnp.stack([x[:, 0::2], x[:, 1::2]]) if s.format is not None and s.format.packed else x[None]
-    ), None
-
-
-def halved(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """BF16 as the sum of two E4M3 (the upper and the lower four bits of eight) times a power of two a row.
-
-    Exact for values down to 2^-9 of the largest in the row (E4M3 ends there); below, what is lost is less than
-    2^-17 of the largest.
-    """
-    room = 8 if dtype == jnp.float8_e4m3fn else 4  # the largest becomes one from 2^(room - 1) up to 2^room
-    wide = x.astype(jnp.float32)
-    exponent = jnp.clip(jnp.frexp(jnp.max(jnp.abs(wide), axis=1, keepdims=True))[1], -110, 120)
-    wide = wide * jnp.ldexp(jnp.float32(1), room - exponent)
-    upper = wide.astype(dtype)
-    lower = (wide - upper.astype(jnp.float32)).astype(dtype)
-    return jnp.stack([upper, lower]), jnp.ldexp(jnp.float32(1), exponent - room)
+def arranged(x: Array, s: Static) -> Array:
+    """The rows with columns in the order of operands: where two codes share a byte, 128 even ones, then 128 odd."""
+    t, d = x.shape
+    return x.reshape(t, d // DEPTH, LANES, 2).swapaxes(2, 3).reshape(t, d) if s.packed == 2 else x
 
 
 def padded(count: int, unit: int) -> int:
@@ -238,12 +268,11 @@ def padded(count: int, unit: int) -> int:
 
 def tile_bytes(s: Static, rows_bytes: int, groups: int) -> int:
     """VMEM that one call with `rows_bytes` of rows takes: blocks twice, for the next one is fetched meanwhile."""
-    planes = 2 if s.format is not None and s.format.packed else 1
     code = 2 if s.format is None else 1
     blocks = rows_bytes + s.outputs * s.width * code + s.rows * s.outputs * 2
-    words = 2 * s.outputs * groups * (2 if s.format is not None and s.format.zeros else 1)
-    unpacked = planes * s.outputs * s.chunk * 4
-    return 2 * blocks + 2 * words + unpacked + 2 * s.rows * s.outputs * 4
+    scales = s.outputs * groups * (8 if s.late else 6) * (2 if s.format is not None and s.format.zeros else 1)
+    operands = 4 * s.packed * s.outputs * s.chunk if s.prepared else 0
+    return 2 * blocks + scales + operands + 2 * s.rows * s.outputs * 4
 
 
 def compiler_params(vmem_bytes: int) -> pltpu.CompilerParams:
