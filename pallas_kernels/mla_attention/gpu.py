@@ -74,8 +74,8 @@ def mla_attention(
     tensor_cores = q_latent.dtype != jnp.float32
     s = Static(rows, 32 if tensor_cores else 16, parts, scale * LOG2_E, 8 if rows == MOST_ROWS else 4, 3)
     nobody = jnp.zeros(1, jnp.int32)
-    of_sequences = (jnp.append(x, nobody) for x in (first - starts[:-1], kv_lens, first))
-    scalars = Scalars(tiles, *of_sequences, page_table, layer_index(layer))
+    shift, length = jnp.append(first - starts[:-1], nobody), jnp.append(kv_lens, nobody)
+    scalars = Scalars(tiles, shift, length, jnp.append(first, nobody), page_table, layer_index(layer))
     # Where every sequence has one row, it is the only guess.
     options = Options(scales, None if t == b else tree)
     out, sizes = _launch(s, scalars, options, q_latent, q_rope, values)

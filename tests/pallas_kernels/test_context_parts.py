@@ -30,8 +30,9 @@ def of_part(table, first, lens, begin: int, end: int):
     return moved, first - np.int32(begin * PAGE), np.clip(lens - begin * PAGE, 0, (end - begin) * PAGE)
 
 
-def in_parts(attend, q, pages, table, starts, lens, cuts, sinks=None, **options):
+def in_parts(attend, arguments, cuts, sinks=None, **options):
     """Parts between neighbouring `cuts`, combined; the sinks are in the second one."""
+    *q, pages, table, starts, lens = arguments
     first, found = lens - np.diff(starts), []
     for i, (begin, end) in enumerate(pairwise(cuts)):
         its_table, its_first, its_lens = of_part(table, first, lens, begin, end)
@@ -51,7 +52,7 @@ def arrays(case, seed):
     table = np.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
     values = np.asarray(pages)
     pages = np.pad(values, [(0, 1 + 2 * PAGES - len(values)), *[(0, 0)] * (values.ndim - 1)])
-    return q, pages, table, starts, lens, options
+    return (*q, pages, table, starts, lens), options
 
 
 def assert_equal(got, want):
@@ -63,21 +64,17 @@ def assert_equal(got, want):
 @given(lengths, middles, st.sampled_from([0, 3, 20]), st.integers(0, 2**16))
 def test_parts_of_keys_and_values_combine_to_the_whole(lens, cuts, window, seed):
     case = paged_cases.Case((4, 2, 8), ROWS, lens, page=PAGE, padding=2, tree=True, sinks=True)
-    *arguments, options = arrays(case, seed)
+    arguments, options = arrays(case, seed)
     options = options | {"window": np.int32(window)}
-    got = in_parts(paged, *arguments, cuts, **options)
-    (q, *rest) = arguments
-    assert_equal(got, paged(*q, *rest, **options))
+    assert_equal(in_parts(paged, arguments, cuts, **options), paged(*arguments, **options))
 
 
 @settings(max_examples=25)
 @given(lengths, middles, st.integers(0, 2**16))
 def test_parts_of_latents_combine_to_the_whole(lens, cuts, seed):
     case = mla_cases.Case(2, ROWS, lens, page=PAGE, latent=128, padding=2, tree=True)
-    *arguments, options = arrays(case, seed)
-    got = in_parts(latent, *arguments, cuts, **options)
-    (q, *rest) = arguments
-    assert_equal(got, latent(*q, *rest, **options))
+    arguments, options = arrays(case, seed)
+    assert_equal(in_parts(latent, arguments, cuts, **options), latent(*arguments, **options))
 
 
 @pytest.mark.supports("parallel", "a context in parts over chips, put together by log-sum-exps")
@@ -109,8 +106,8 @@ def test_sinks_added_afterwards_are_those_in_the_softmax():
     case = paged_cases.Case((4, 2, 8), (3,), (30,), page=PAGE, padding=1, sinks=True)
     args, options = case.call(jnp.float32)
     want = paged_attention(*args, **options)
-    plain = paged_attention(*args, **options | {"sinks": None})
-    for x, y in zip(context_parts.with_sinks(*plain, options["sinks"]), want, strict=True):
+    out, lse = paged_attention(*args, **options | {"sinks": None})
+    for x, y in zip(context_parts.with_sinks(out, lse, options["sinks"]), want, strict=True):
         np.testing.assert_allclose(x[:3], y[:3], rtol=2e-5, atol=2e-5)
 
 
