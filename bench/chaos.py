@@ -25,6 +25,7 @@ import httpx
 from tests.server.workers import Worker, conserved
 
 GIVE_UP = 120.0  # seconds: an answer or a clear failure by then
+EVERY = 20  # requests for each trouble: those after it wait for the next one to begin
 FLAGS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
@@ -96,12 +97,14 @@ async def _run(fleet: Fleet, count: int, rng: random.Random) -> int:
         troubles: Counter[str] = Counter()
         troubling = asyncio.create_task(_trouble(fleet, rng, troubles))
 
-        async def one(prompt: list[int], right: list[int]) -> str:
+        async def one(number: int, prompt: list[int], right: list[int]) -> str:
             async with places:
+                while troubles.total() < number // EVERY:
+                    await asyncio.sleep(0.05)
                 return await _outcome(client, fleet, prompt, right, rng)
 
         began = time.monotonic()
-        outcomes = Counter(await asyncio.gather(*map(one, prompts, expected)))
+        outcomes = Counter(await asyncio.gather(*map(one, range(count), prompts, expected)))
         troubling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await troubling
