@@ -1,4 +1,4 @@
-"""matmul on TPU: weights cross from HBM as they are stored, become BF16 in VMEM, and are multiplied there.
+"""matmul on TPU: weights cross from HBM as they are stored, become operands in VMEM, and are multiplied there.
 
 Few rows stay in VMEM while whole rows of the weight stream past; many rows are cut in square tiles.
 """
@@ -26,7 +26,7 @@ LATE = 256  # rows, a copy for each group in as many columns as the unit is deep
 SHALLOW_LATE = 64  # the same with packed codes where the matrix unit is 128 deep
 STREAM_BYTES = 4 << 20  # of codes in one tile: long enough to hide the latency of the next copy
 CHUNK = 512  # code columns unpacked at once: enough to fill the schedule, few enough not to spill
-LONG_CHUNK = 2048  # the same of operands of eight bits, made on their way: each start costs about 150 cycles
+LONG_CHUNK = 4096  # the same of operands of eight bits, made on their way: each start costs about 150 cycles
 ROWS_BYTES = 16 << 20  # of rows kept in VMEM
 
 

@@ -60,7 +60,7 @@ class Refs(NamedTuple):
     columns: Any  # [1, outputs] float32: a factor for every output, or [1, 1] in SMEM for all
     out: Any  # [rows, outputs]
     sums: Any  # [rows, outputs] float32
-    wide: tuple  # two buffers of operands [outputs, columns of a chunk], where codes are not operands themselves
+    wide: tuple  # two buffers [outputs / 2, columns of a chunk] int32, pairs of operands that are prepared
 
 
 class Place(NamedTuple):
@@ -97,7 +97,7 @@ def scratch(s: Static, groups: int) -> list:
     if not s.late:
         words = pltpu.VMEM((s.outputs // 2, groups), jnp.int32)
     count = tpu_weights.grouped(s.format) + (s.format is not None and s.format.zeros)
-    wide = pltpu.VMEM((s.outputs, s.packed * s.chunk), s.operand)
+    wide = pltpu.VMEM((s.outputs // 2, s.packed * s.chunk), jnp.int32)
     return [
         pltpu.VMEM((s.rows, s.outputs), jnp.float32),
         *[words] * count,
@@ -145,13 +145,13 @@ def _all_chunks(s: Static, r: Refs, place: Place) -> None:
 
     def pair(i, _):
         _unpack(s, r, place, at(2 * i + 1), odd)
-        _accumulate(s, r, place, at(2 * i), lambda *tile: even[tile])
+        _accumulate(s, r, place, at(2 * i), lambda *tile: _made(even, *tile))
         _unpack(s, r, place, at(jnp.minimum(2 * i + 2, count - 1)), even)
-        _accumulate(s, r, place, at(2 * i + 1), lambda *tile: odd[tile])
+        _accumulate(s, r, place, at(2 * i + 1), lambda *tile: _made(odd, *tile))
 
     lax.fori_loop(0, count // 2, pair, None)
     if count % 2:
-        _accumulate(s, r, place, at(count - 1), lambda *tile: even[tile])
+        _accumulate(s, r, place, at(count - 1), lambda *tile: _made(even, *tile))
 
 
 def _accumulate(s: Static, r: Refs, place: Place, at, operand: Callable[[slice, slice], Array]) -> None:
@@ -165,6 +165,11 @@ def _accumulate(s: Static, r: Refs, place: Place, at, operand: Callable[[slice, 
         for output in range(0, s.outputs, OUTPUTS):
             outputs = slice(output, output + OUTPUTS)
             r.sums[:, outputs] += product(rows, operand(outputs, slice(i, i + size)), outputs)
+
+
+def _made(words, outputs: slice, columns: slice) -> Array:
+    """These outputs and columns of prepared operands, which lie as pairs of outputs in a word."""
+    return pltpu.bitcast(words[outputs.start // 2 : outputs.stop // 2, columns], jnp.bfloat16)
 
 
 def _operand(s: Static, r: Refs, place: Place, at, outputs: slice, columns: slice) -> Array:
@@ -240,7 +245,7 @@ def _unpack(s: Static, r: Refs, place: Place, at, to) -> None:
                 if early:
                     part = (part.astype(jnp.float32) * scales[row // LANES]).astype(jnp.bfloat16)
                 first = s.packed * i + plane * LANES
-                to[rows, first : first + LANES] = part
+                to[row // 2 : (row + LANES) // 2, first : first + LANES] = pltpu.bitcast(part, jnp.int32)
 
 
 def _block_scales(s: Static, r: Refs, f, column) -> list[Array]:

@@ -1,7 +1,7 @@
-"""From stored codes in VMEM to BF16 operands of the matrix unit.
+"""From stored codes in VMEM to operands of the matrix unit.
 
 Two codes of a byte are the even and the odd column of a pair: instead of interleaving them, the kernels multiply
-the low nibbles by the even columns of the rows and the high ones by the odd, which come as two planes.
+the low nibbles by the even columns of the rows and the high ones by the odd, which come 128 and 128 beside each other.
 """
 
 from typing import Any, NamedTuple
