@@ -22,7 +22,7 @@ from jaxserve.expert_loads import ExpertTraffic
 from jaxserve.following import LeadingRunner, assemble, follow
 from jaxserve.groups import GroupedScheduler
 from jaxserve.layer_groups import layer_groups as split_layers
-from jaxserve.layered_step import LayeredStep
+from jaxserve.layered_step import ON_A_CPU, LayeredStep
 from jaxserve.memory import device_memory, fitting_length, plan_pages
 from jaxserve.metrics import Metrics
 from jaxserve.models import ModelConfig, model_for
@@ -103,10 +103,11 @@ def build(
         assert model_config.mixture is not None
         weights, where = with_first_copies(weights, where, model_config.mixture)
     step = Step(model_config, config.block_size, where)
-    grouped = split_layers(weights["layers"], stacked=stacked, pieces=layer_groups)
-    every_layer = not (stacked or where or config.load_compiled)
-    in_groups = layer_groups > 1 and config.pipeline_parallel_size == 1
-    layered = LayeredStep(step, grouped, every_layer=every_layer) if in_groups or every_layer else None
+    own_layers = not (stacked or where or config.load_compiled)
+    pieces = 1 if config.pipeline_parallel_size > 1 else layer_groups
+    pieces = ON_A_CPU if own_layers and pieces == 1 else pieces
+    groups = split_layers(weights["layers"], stacked=stacked, pieces=pieces)
+    layered = LayeredStep(step, groups, decoding=own_layers) if pieces > 1 else None
     pool = arrays.pool(num_pages)
     runner = DeviceRunner(step, weights, pool, arrays.state(), buckets, config.load_compiled, layered)
     loaded = time.monotonic()

@@ -1,7 +1,7 @@
 """Neighbouring layers that one program computes, where a step is several programs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,13 +22,6 @@ class LayerGroup:
     def program(self) -> tuple[int, int]:
         """Equal for groups that the same program computes."""
         return self.run, self.count
-
-    def parts(self, size: int) -> list["LayerGroup"]:
-        """The same layers, `size` at a time."""
-        return [
-            replace(self, first=self.first + at, count=min(size, self.count - at))
-            for at in range(0, self.count, size)
-        ]
 
     def of_params(self, layers: Sequence[Any]) -> Any:
         """What `decoder.forward_group` reads of a model's layers; of a tree of their shardings the same part."""

@@ -3,8 +3,8 @@
 The cache pages of a group of layers are complete when its program is done, so they can leave while the programs of
 later layers compute. Programs are launched back to back; the pool goes from one to the next and is never copied.
 
-On a CPU, where a loop over stacked weights would copy each layer's, one program that all layers run in turn is compiled
-several times sooner than a step with all layers in it, takes a tenth of its memory, and is no slower.
+On a CPU, where a loop over stacked weights would copy each layer's, a step with all layers in it takes long to compile
+and much memory. One program that groups of layers run in turn takes its share of both, and a few launches more.
 """
 
 from collections.abc import Callable
@@ -40,22 +40,22 @@ from sharding.rules import batch_axes
 
 BEGIN, LAST, SAMPLE = "begin", "last", "sample"  # programs; those of layers are named by `LayerGroup.program`
 Told = Callable[[Any, LayerGroup], None]
+ON_A_CPU = 3  # groups: with as many as SmolLM2 has layers, 30, a token of a single stream took a fifth longer
 
 
 class LayeredStep:
     """`Step` in `groups` of layers, for buckets in which a device computes its own sequences.
 
-    A program computes a group; or, with `every_layer`, one layer. Then steps of one token a sequence are taken too.
+    Those of one token a sequence it takes only with `decoding`.
     """
 
-    def __init__(self, step: Step, groups: list[LayerGroup], *, every_layer: bool = False):
-        self.groups, self._step, self._every_layer = groups, step, every_layer
-        self._parts = [(group, group.parts(1 if every_layer else group.count)) for group in groups]
+    def __init__(self, step: Step, groups: list[LayerGroup], *, decoding: bool = False):
+        self.groups, self._step, self._decoding = groups, step, decoding
         self._samplers: dict[int, jax.stages.Compiled] = {}  # by the number of sequences
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether steps of this size should run so."""
-        return bucket.spread == 1 and (self._every_layer or bucket.tokens > bucket.seqs)
+        return bucket.spread == 1 and (self._decoding or bucket.tokens > bucket.seqs)
 
     def lower(
         self, params, pool, state: SlotState, bucket: Bucket, *, sampler: bool = True
@@ -76,17 +76,17 @@ class LayeredStep:
             found: dict[Any, jax.stages.Lowered] = {BEGIN: begin.lower(outer, state.last_token, flat)}
             x, batch, reads, knobs = _like(rows, jax.eval_shape(begin, outer, state.last_token, flat))
             insides: dict[Any, Any] = {}  # what each program counts
-            for part in (part for _, parts in self._parts for part in parts):
-                if part.program not in found:
-                    middle = self._middle(rows, part)
-                    args = part.of_params(params["layers"]), part.of_pool(pool), x, batch, first
-                    found[part.program] = middle.lower(*args)
-                    insides[part.program] = _like(first.sharding, jax.eval_shape(middle, *args)[2])
+            for group in self.groups:
+                if group.program not in found:
+                    middle = self._middle(rows, group)
+                    args = group.of_params(params["layers"]), group.of_pool(pool), x, batch, first
+                    found[group.program] = middle.lower(*args)
+                    insides[group.program] = _like(first.sharding, jax.eval_shape(middle, *args)[2])
             last = self._last(rows)
             found[LAST] = last.lower(outer, x, reads)
             if sampler:
                 last_BD = _like(rows, jax.eval_shape(last, outer, x, reads)[1])
-                inside = tuple(insides[part.program] for _, parts in self._parts for part in parts)
+                inside = tuple(insides[group.program] for group in self.groups)
                 args = outer, state, last_BD, knobs, reads.slots, reads.valid, inside
                 found[SAMPLE] = self._sample(rows).lower(*args)
         return found
@@ -102,10 +102,8 @@ class LayeredStep:
             give_back_memory()
         self._samplers[bucket.seqs] = programs[SAMPLE]
         where = self._step.placement
-        numbers = [
-            jax.device_put(np.int32(i), where and where.everywhere) for i in range(_layers(self.groups))
-        ]
-        return LayeredPrograms(self._parts, programs, numbers)
+        firsts = [jax.device_put(np.int32(group.first), where and where.everywhere) for group in self.groups]
+        return LayeredPrograms(self.groups, programs, firsts)
 
     def _begin(self, rows: NamedSharding | None, bucket: Bucket) -> Any:
         fn = partial(_begin, self._step.config, self._step.page_size, bucket)
@@ -163,13 +161,10 @@ class LayeredPrograms:
     """The programs of one bucket. Like a compiled step it is called with (params, pool, state, flat)."""
 
     def __init__(
-        self,
-        parts: list[tuple[LayerGroup, list[LayerGroup]]],
-        programs: dict[Any, jax.stages.Compiled],
-        numbers: list[Array],
+        self, groups: list[LayerGroup], programs: dict[Any, jax.stages.Compiled], firsts: list[Array]
     ):
-        """`parts` are the groups of layers with what one program computes of each, `numbers` 0, 1... on the devices."""
-        self._parts, self._programs, self._numbers = parts, programs, numbers
+        """`firsts` are the groups' first layers, on the devices."""
+        self._groups, self._programs, self._firsts = groups, programs, firsts
 
     def __call__(
         self, params, pool, state: SlotState, flat: Array | np.ndarray, told: Told
@@ -178,21 +173,16 @@ class LayeredPrograms:
         outer = _outer(params)
         x, batch, reads, knobs = self._programs[BEGIN](outer, state.last_token, flat)
         insides = []
-        for group, parts in self._parts:
-            for part in parts:
-                program, layers = self._programs[part.program], part.of_params(params["layers"])
-                x, pages, inside = program(layers, part.of_pool(pool), x, batch, self._numbers[part.first])
-                pool = part.joined(pool, pages)
-                insides.append(inside)
+        for group, first in zip(self._groups, self._firsts, strict=True):
+            program, layers = self._programs[group.program], group.of_params(params["layers"])
+            x, pages, inside = program(layers, group.of_pool(pool), x, batch, first)
+            pool = group.joined(pool, pages)
+            insides.append(inside)
             told(pool, group)
         hidden, last, scores = self._programs[LAST](outer, x, reads)
         sample = self._programs[SAMPLE]
         chosen, state = sample(outer, state, last, knobs, reads.slots, reads.valid, tuple(insides))
         return StepOutput(scores=scores, hidden=hidden, **chosen), pool, state
-
-
-def _layers(groups: list[LayerGroup]) -> int:
-    return groups[-1].first + groups[-1].count
 
 
 def _like(sharding: Any, shapes: Any) -> Any:
