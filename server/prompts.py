@@ -1,5 +1,6 @@
 """From what callers write to token ids: chat templates, texts, truncation, and the length that fits."""
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -20,7 +21,7 @@ async def chat_tokens(served: Served, body: ChatFields) -> tuple[list[int], str]
         )
     generate = body.add_generation_prompt
     size = sum(len(str(message.content)) for message in body.messages)
-    return await _off_loop(
+    return await off_loop(
         size,
         served.tokenizer.encode_chat,
         [_as_template_sees(message) for message in body.messages],
@@ -34,24 +35,28 @@ async def chat_tokens(served: Served, body: ChatFields) -> tuple[list[int], str]
 
 async def completion_prompts(served: Served, body: CompletionRequest) -> list[tuple[list[int], str | None]]:
     """Token ids and, if it was written as one, the text of each prompt."""
-    prompts = body.prompt
-    several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
-    return [await _completion_prompt(served, body, prompt) for prompt in (prompts if several else [prompts])]
-
-
-async def text_tokens(served: Served, text: str, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text, in which special tokens count as such."""
-    return await _off_loop(
-        len(text), served.engine.tokenizer.encode, text, add_special_tokens=add_special_tokens
-    )
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    size = sum(map(len, prompts))
+    return await off_loop(size, lambda: [_completion_prompt(served, body, prompt) for prompt in prompts])
 
 
 async def tokens_text(served: Served, ids: list[int], skip_special_tokens: bool) -> str:
     """The text of token ids; a RequestError if one is not in the vocabulary."""
-    check_vocabulary(served, ids, "tokens")
-    return await _off_loop(
-        len(ids), served.engine.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens
-    )
+
+    def decoded() -> str:
+        check_vocabulary(served, ids, "tokens")
+        return served.engine.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    return await off_loop(len(ids), decoded)
+
+
+async def off_loop[**P, T](size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` gives; on another thread than the event loop's if `size`, in characters or tokens, is large."""
+    if size < LARGE:
+        return work(*args, **kwargs)
+    return await run_in_threadpool(work, *args, **kwargs)
 
 
 def check_vocabulary(served: Served, ids: list[int], param: str) -> None:
@@ -86,12 +91,10 @@ def check_length(served: Served, ids: list[int], max_tokens: int | None, *, mess
     )
 
 
-async def _completion_prompt(
-    served: Served, body: CompletionRequest, prompt: Any
-) -> tuple[list[int], str | None]:
+def _completion_prompt(served: Served, body: CompletionRequest, prompt: Any) -> tuple[list[int], str | None]:
     special = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        ids = await text_tokens(served, prompt, special)
+        ids = served.engine.tokenizer.encode(prompt, add_special_tokens=special)
         bos = served.engine.tokenizer.bos_token_id
         if not ids and special and bos is not None:
             ids = [bos]
@@ -115,9 +118,3 @@ def _as_template_sees(message: Message) -> dict[str, Any]:
     seen.setdefault("content", message.refusal or "")
     thoughts = message.reasoning_content or message.reasoning
     return seen | ({"reasoning_content": thoughts} if thoughts else {})
-
-
-async def _off_loop(size: int, work: Any, *args: Any, **kwargs: Any) -> Any:
-    if size < LARGE:
-        return work(*args, **kwargs)
-    return await run_in_threadpool(work, *args, **kwargs)

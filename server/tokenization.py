@@ -3,29 +3,38 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
+from fastapi.responses import Response
 
 from server.answers import Detokenized, TokenizerInfo, Tokens
 from server.body import JsonRoute
 from server.errors import documented
-from server.prompts import chat_tokens, text_tokens, tokens_text
+from server.prompts import chat_tokens, off_loop, tokens_text
 from server.schema import DetokenizeRequest, TokenizeChat, TokenizePrompt
 from server.served import Served, served
 
 router = APIRouter(route_class=JsonRoute, responses=documented(400, 401, 404, 413, 415, 500, 503))
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizePrompt | TokenizeChat, served: Annotated[Served, Depends(served)]) -> Tokens:
+@router.post("/tokenize", response_model=Tokens)
+async def tokenize(
+    body: TokenizePrompt | TokenizeChat, served: Annotated[Served, Depends(served)]
+) -> Response:
     """The token ids of a text, or of a conversation in the model's chat template."""
     served.named(body.model)
     served.check_loaded()
     if isinstance(body, TokenizePrompt):
-        ids = await text_tokens(served, body.prompt, body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        size, encode = len(body.prompt), served.engine.tokenizer.encode
+        ids = await off_loop(size, encode, body.prompt, add_special_tokens=special)
     else:
         ids, _ = await chat_tokens(served, body)
-    tokenizer = served.engine.tokenizer
-    names = [tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
-    return Tokens(count=len(ids), max_model_len=served.max_model_len, tokens=ids, token_strs=names)
+    return await off_loop(len(ids), _answer, served, ids, bool(body.return_token_strs))
+
+
+def _answer(served: Served, ids: list[int], names: bool) -> Response:
+    spelled = [served.engine.tokenizer.id_to_token(token) for token in ids] if names else None
+    answer = Tokens(count=len(ids), max_model_len=served.max_model_len, tokens=ids, token_strs=spelled)
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 @router.post("/detokenize")

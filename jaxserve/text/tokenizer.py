@@ -17,6 +17,7 @@ from jaxserve.text.special_text import SpecialText, defusing, is_defused, is_mar
 from jaxserve.text.token_bytes import TokenBytes
 
 RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+LONG = 8192  # characters from which on other threads run meanwhile: `encode` would hold the GIL, a batch does not
 
 
 class Tokenizer:
@@ -191,7 +192,9 @@ class Tokenizer:
 
 def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError as why:
         raise RequestError("the text is not valid Unicode: it holds half of a surrogate pair") from why
 

@@ -1,8 +1,11 @@
 """Plain completions: every kind of prompt, echo, logprobs, and several prompts at once."""
 
+import threading
+
 import pytest
 
-from server.answers import Completion
+from server.answers import Completion, Tokens
+from server.prompts import LARGE
 from tests.server.conftest import events
 from tests.server.fake_engine import WORDS, FakeEngine, byte_tokenizer
 
@@ -109,6 +112,30 @@ async def test_tokenize_and_detokenize_are_inverse(client, engine):
     assert said["token_strs"][:2] == ["<|bos|>", "one"]
     back = await client.post("/detokenize", json={"tokens": said["tokens"]})
     assert back.json() == {"prompt": "<|bos|>one Küche"}
+
+
+@pytest.mark.parametrize("url", ["/tokenize", "/detokenize"])
+async def test_a_long_text_is_worked_on_by_another_thread_than_the_event_loops(
+    client, engine, url, monkeypatch
+):
+    seen: set[int] = set()
+
+    def noted(work):
+        def run(*args, **kwargs):
+            seen.add(threading.get_ident())
+            return work(*args, **kwargs)
+
+        return run
+
+    for name in ("encode", "id_to_token", "decode"):
+        monkeypatch.setattr(engine.tokenizer, name, noted(getattr(engine.tokenizer, name)))
+    monkeypatch.setattr(Tokens, "model_dump_json", noted(Tokens.model_dump_json))
+    long = {
+        "/tokenize": {"prompt": "one " * LARGE, "return_token_strs": True},
+        "/detokenize": {"tokens": [65] * LARGE},
+    }
+    assert (await client.post(url, json=long[url])).status_code == 200
+    assert seen and threading.get_ident() not in seen
 
 
 async def test_clients_without_a_tokenizer_learn_its_special_tokens(client, engine):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from tokenizers import processors
@@ -140,3 +141,23 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path):
 def test_text_needs_no_jax():
     program = "import sys, jaxserve.text; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised_and_its_tokens_are_the_same(tmp_path):
+    tokenizer = load_tokenizer(str(write_folder(tmp_path / "a")))
+    text = " ".join(CORPUS) * (2_000_000 // len(" ".join(CORPUS)))
+    ended, turns = threading.Event(), []
+
+    def other() -> None:
+        while not ended.wait(0.001):
+            turns.append(1)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = len(turns)
+    tokens = tokenizer.encode(text)
+    between = len(turns) - before
+    ended.set()
+    thread.join()
+    assert between > 5  # were the interpreter held all the time: one turn before and one after
+    assert tokens == tokenizer.backend.encode(text).ids
