@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chip, context_parts, tuning
-from pallas_kernels.mla_attention import tpu_body
-from pallas_kernels.mla_attention.tpu_body import Static, Tiles
+from pallas_kernels.mla_attention import tpu_body, tpu_walk
+from pallas_kernels.mla_attention.tpu_walk import Static, Tiles
 from pallas_kernels.op import Unfit
 from pallas_kernels.pages import LANES, ROPE, latent_of, plain_and_scales
 
@@ -209,7 +209,7 @@ def _launch(
             grid=(cores,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(inputs),
             out_specs=(pl.BlockSpec(memory_space=pltpu.HBM),) * 2,
-            scratch_shapes=tpu_body.scratch(static, q_latent.dtype, pages.dtype),
+            scratch_shapes=tpu_walk.scratch(static, q_latent.dtype, pages.dtype),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
