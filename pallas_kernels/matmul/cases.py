@@ -85,6 +85,8 @@ REAL = {
         ("deepseek-v3 down", 128, formats.FP8_BLOCK),
         ("deepseek-v3 o", 64, formats.MXFP4),
         ("deepseek-v3 down", 128, formats.NVFP4),
+        ("deepseek-v3 o", 16, formats.MXFP4),
+        ("deepseek-v3 o", 16, formats.NVFP4),
         ("deepseek-v3 kv_a", 16, formats.FP8_BLOCK),
         ("deepseek-v3 q_b", 16, formats.FP8_CHANNEL),
         ("llama-70b gate", 16, formats.int4(128)),
