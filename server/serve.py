@@ -148,6 +148,16 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does; at a second signal, too, requests and then the application end in order."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            unfinished = list(self.server_state.tasks)
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second stops at once; both end in a normal exit."""
         self._loop.call_soon_threadsafe(self._stop)
@@ -155,8 +165,9 @@ class Server(uvicorn.Server):
     def _stop(self) -> None:
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
-        else:
+        elif not self.force_exit:
             self.should_exit = self.force_exit = True
+            log.warning("Stopped at once; requests left unfinished: %d", len(self.server_state.tasks))
 
     async def _drain(self) -> None:
         timeout = self._settings.shutdown_timeout
