@@ -49,6 +49,7 @@ class LLM:
         self.config, self.model_config, self.tokenizer = built.config, built.model_config, built.tokenizer
         self.engine = built.engine
         self._ids = itertools.count()
+        self._closed = False
 
     def generate(
         self,
@@ -127,10 +128,13 @@ class LLM:
         return self.engine.experts and self.engine.experts.totals().experts
 
     def close(self) -> None:
-        """Stop what still runs in the background."""
+        """Stop what still runs in the background; nothing is answered after. Twice does no harm."""
+        self._closed = True
         self.engine.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if self._closed:
+            raise EngineError("the engine is closed; make another LLM to go on")
         token_ids, text = self._tokens(prompt)
         return self.engine.prepare(Request(str(next(self._ids)), token_ids, params, text))
 

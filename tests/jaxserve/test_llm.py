@@ -219,6 +219,18 @@ def test_closing_twice_does_no_harm(llm):
     llm.close()
 
 
+def test_a_closed_engine_answers_nothing(llm):
+    llm.close()
+    for ask in (
+        lambda: llm.generate("a", greedy(), use_tqdm=False),
+        lambda: llm.chat([{"role": "user", "content": "a"}], greedy(), use_tqdm=False),
+        lambda: llm.score("a", "b"),
+        lambda: llm.hidden_states("a"),
+    ):
+        with pytest.raises(EngineError, match="the engine is closed"):
+            ask()
+
+
 def test_settings_are_refused_by_name():
     with pytest.raises(TypeError, match="max_seqs"):
         LLM("tiny", max_seqs=3)
