@@ -95,14 +95,11 @@ def _completion_prompt(served: Served, body: CompletionRequest, prompt: Any) -> 
     special = body.add_special_tokens is not False
     if isinstance(prompt, str):
         ids = served.engine.tokenizer.encode(prompt, add_special_tokens=special)
-        bos = served.engine.tokenizer.bos_token_id
-        if not ids and special and bos is not None:
-            ids = [bos]
     else:
         check_vocabulary(served, prompt, "prompt")
         ids = prompt
     if not ids:
-        why = "this model has no beginning-of-sequence token to start from"
+        why = "this model's tokenizer puts no beginning-of-sequence token before a text"
         if not isinstance(prompt, str):
             why = "a list of token ids is taken as it is"
         elif not special:

@@ -82,15 +82,19 @@ async def test_an_empty_prompt_is_the_beginning_of_sequence(client, engine):
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [[]]])
-async def test_an_empty_prompt_is_refused_where_there_is_no_such_token(make_client, prompt):
-    client = make_client(FakeEngine(tokenizer=byte_tokenizer(bos=None)))
+@pytest.mark.parametrize("named", [True, False], ids=["a token that is never added", "no such token"])
+async def test_an_empty_prompt_is_refused_where_no_such_token_is_added(make_client, prompt, named):
+    tokenizer = byte_tokenizer(bos=None)
+    if named:
+        tokenizer.named_tokens["bos_token"] = "<|bos|>"
+    client = make_client(FakeEngine(tokenizer=tokenizer))
     response = await client.post(URL, json={"prompt": prompt})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
 
 
 async def test_an_empty_list_of_tokens_is_not_blamed_on_the_model(client):
     error = (await client.post(URL, json={"prompt": [[]]})).json()["error"]
-    assert error["code"] == "empty_prompt" and "this model has no" not in error["message"]
+    assert error["code"] == "empty_prompt" and "this model" not in error["message"]
 
 
 async def test_a_prompt_may_be_cut_to_fit(client, engine):
