@@ -36,7 +36,8 @@ class JsonRequest(Request):
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as why:
-            raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from why
+            half = "half of a surrogate pair, which is no character: " if "hex escape" in str(why) else ""
+            raise ApiError(400, f"the body is not valid JSON: {half}{why}", code="invalid_json") from why
 
     def _check_type(self) -> None:
         kind = self.headers.get("content-type", "").split(";")[0].strip().lower()

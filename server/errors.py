@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from jaxserve.errors import EngineError, OverloadedError, RequestError
+from jaxserve.sampling.checks import shown
 from server.request_ids import HEADER
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,9 @@ def _invalid(problems: Any, hints: dict[str, str]) -> ApiError:
     if kind == "fields_disagree":
         return ApiError(400, worst["msg"], param=worst["ctx"]["field"], code="invalid_value")
     message = worst["msg"].removeprefix("Value error, ")
+    if param and message.startswith("Input should be"):
+        message = f"{param} is {shown(worst['input'])}; it {message.removeprefix('Input ')}"
+        return ApiError(400, message, param=param)
     return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param)
 
 

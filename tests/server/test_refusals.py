@@ -80,6 +80,17 @@ async def test_a_poisonous_value_is_refused_by_name(client, engine, fields):
     assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
+async def test_a_value_of_the_wrong_kind_is_shown(client):
+    error = error_of(await client.post(CHAT, json=chat(max_tokens=True)))
+    assert error.message == "max_tokens is True; it should be a valid integer"
+
+
+async def test_half_of_a_surrogate_pair_is_called_so(client):
+    headers = {"Content-Type": "application/json"}
+    error = error_of(await client.post(COMPLETIONS, content=rb'{"prompt": "\ud800"}', headers=headers))
+    assert error.code == "invalid_json" and "half of a surrogate pair" in error.message
+
+
 async def test_too_many_alternatives_are_refused_under_the_chats_name(client):
     error = error_of(await client.post(CHAT, json=chat(logprobs=True, top_logprobs=10**9)))
     assert error.param == "top_logprobs"
