@@ -87,8 +87,15 @@ async def prefill(body: Prefill, engine: Engine) -> StreamingResponse:
         raise ApiError(409, str(why), code="incompatible") from why
     except (KeyError, TypeError) as why:
         raise RequestError(f"request: {why}", param="request") from why
-    if body.skip < 0 or receiver.page_size < 1:
-        raise RequestError("skip must be at least 0, and the receiver's page_size at least 1", param="skip")
+    if body.link not in engine.handshake.transfer:
+        offered = ", ".join(engine.handshake.transfer)
+        raise RequestError(f"link {body.link[:64]!r} is not offered here; use one of {offered}", param="link")
+    length = len(request.prompt_token_ids)
+    if not 0 <= body.skip <= length or receiver.page_size < 1:
+        raise RequestError(
+            f"skip must be from 0 to the prompt's {length} tokens, and the receiver's page_size at least 1",
+            param="skip",
+        )
     request = engine.llm.check(request)
     lines = _lines(engine, request, receiver, body)
     return StreamingResponse(lines, media_type="application/x-ndjson")

@@ -3,6 +3,7 @@
 from fastapi import Request
 
 from server.errors import ApiError
+from server.roles import is_address
 from server.served import Served
 
 HEADER = "X-Jaxserve-Prefill"
@@ -17,6 +18,6 @@ def prefill_url(served: Served, request: Request) -> str | None:
         raise ApiError(
             400, f"{HEADER} has no effect here: this server was started without --role", param=HEADER
         )
-    if not url.startswith(("http://", "https://")):
+    if not is_address(url):
         raise ApiError(400, f"{HEADER}: {url[:128]!r} is no address; write http://HOST:PORT", param=HEADER)
     return url

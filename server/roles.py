@@ -1,6 +1,7 @@
 """Settings of a worker that hands prompts over, or takes them: the command line makes its flags from here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
 from jaxserve.config import setting
 from jaxserve.errors import ConfigError
@@ -50,13 +51,21 @@ class RoleConfig:
             raise ConfigError(f"role={self.role!r} is unknown; use one of {', '.join(ROLES)}")
         if self.prefill_url and self.role not in ("decode", "both"):
             raise ConfigError("prefill_url has no effect without role=decode or role=both; set one of them")
-        if self.prefill_devices and (self.prefill_url or self.role is None):
+        if self.prefill_devices < 0:
+            raise ConfigError(f"prefill_devices={self.prefill_devices} must be at least 0")
+        if self.prefill_devices and (self.prefill_url or self.role not in ("decode", "both")):
             raise ConfigError(
                 "prefill_devices is for prompts that this process computes itself: it needs role=decode or role=both, "
                 "and no prefill_url"
             )
+        if self.role is None:
+            idle = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+            if idle:
+                raise ConfigError(
+                    f"{', '.join(idle)}: no effect without a role; set role to one of {', '.join(ROLES)}"
+                )
         for url in self.prefill_url:
-            if not url.startswith(("http://", "https://")):
+            if not is_address(url):
                 raise ConfigError(f"prefill_url={url!r} is no address; write http://HOST:PORT")
         for name in ("kv_lease_seconds", "kv_silence_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
@@ -64,3 +73,13 @@ class RoleConfig:
         for name in ("split_min_tokens", "kv_layer_groups"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def is_address(url: str) -> bool:
+    """Whether a worker can be asked there: http or https, a host, perhaps a port and a path, and nothing else."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port out of range, half of an IPv6 address
+        return False
+    return bool(known) and url.isascii() and not (parts.username or parts.query or parts.fragment)

@@ -32,6 +32,11 @@ IDLE = 75  # seconds an idle connection is kept, longer than usual proxies keep 
 
 def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
     """Serve a model until a signal; raises what loading the model raised."""
+    if roles.role and engine.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={engine.pipeline_parallel_size}: stages hand no pages over yet; leave role out, "
+            "or use tensor_parallel_size and data_parallel_size"
+        )
     from jaxserve import AsyncLLM  # brings in JAX, which the other commands start without
     from jaxserve.build import build, follow_leader
 

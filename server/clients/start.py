@@ -4,8 +4,11 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jaxserve.async_llm import AsyncLLM
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.handover.handshake import Handshake, fingerprint, versions
 from jaxserve.handover.metrics import HandoverMetrics
 from jaxserve.handover.pages import EnginePages
@@ -78,8 +81,21 @@ def connected(
 def beside(engine: EngineConfig, roles: RoleConfig) -> EngineConfig:
     """An engine for prompts on the devices after those of `engine`, whose model it has."""
     taken = engine.first_device + engine.tensor_parallel_size * engine.data_parallel_size
-    ways = roles.prefill_devices
-    return replace(engine, first_device=taken, tensor_parallel_size=ways, data_parallel_size=1)
+    ways, there = roles.prefill_devices, len(jax.local_devices())
+    if taken + ways > there:
+        raise ConfigError(
+            f"prefill_devices={ways} are not here: of {there} devices the model itself takes {taken}"
+        )
+    return replace(
+        engine,
+        first_device=taken,
+        tensor_parallel_size=ways,
+        data_parallel_size=1,
+        expert_parallel_size=None,
+        prefill_context_parallel_size=1,
+        enable_eplb=False,
+        eplb_config=None,
+    )
 
 
 def paired(prefill: AsyncLLM, decode: AsyncLLM, roles: RoleConfig, name: str) -> Split:
