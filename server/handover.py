@@ -83,15 +83,15 @@ async def prefill(body: Prefill, engine: Engine) -> StreamingResponse:
         request = request_from(body.request)
         receiver = Handshake.read(body.receiver)
         receiver.link_to(engine.handshake, body.link)
+        length, page = len(request.prompt_token_ids), int(receiver.page_size)
     except Incompatible as why:
         raise ApiError(409, str(why), code="incompatible") from why
-    except (KeyError, TypeError) as why:
-        raise RequestError(f"request: {why}", param="request") from why
+    except (KeyError, TypeError, ValueError, AttributeError) as why:
+        raise RequestError(f"request or receiver: {why}", param="request") from why
     if body.link not in engine.handshake.transfer:
         offered = ", ".join(engine.handshake.transfer)
         raise RequestError(f"link {body.link[:64]!r} is not offered here; use one of {offered}", param="link")
-    length = len(request.prompt_token_ids)
-    if not 0 <= body.skip <= length or receiver.page_size < 1:
+    if not 0 <= body.skip <= length or page < 1:
         raise RequestError(
             f"skip must be from 0 to the prompt's {length} tokens, and the receiver's page_size at least 1",
             param="skip",

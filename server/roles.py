@@ -82,4 +82,4 @@ def is_address(url: str) -> bool:
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port out of range, half of an IPv6 address
         return False
-    return bool(known) and url.isascii() and not (parts.username or parts.query or parts.fragment)
+    return bool(known) and url.isascii() and url.isprintable() and not set(url) & set(" @?#")

@@ -51,10 +51,11 @@ def run(engine: EngineConfig, config: ServerConfig, roles: RoleConfig) -> None:
         from server.clients import start
 
         made = partial(build, layer_groups=roles.kv_layer_groups)
+        beside = start.beside(engine, roles) if roles.prefill_devices else None
         llm = AsyncLLM(engine, served_model_name=name, trace=trace, build=made)
         named = name or engine.model
-        if roles.prefill_devices:
-            return start.paired(AsyncLLM(start.beside(engine, roles), build=made), llm, roles, named)
+        if beside:
+            return start.paired(AsyncLLM(beside, build=made), llm, roles, named)
         return start.with_role(llm, roles, named, next(iter(config.api_key), None))
 
     serve(load, engine, config, hands_over=roles.role is not None)

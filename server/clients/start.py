@@ -80,7 +80,8 @@ def connected(
 
 def beside(engine: EngineConfig, roles: RoleConfig) -> EngineConfig:
     """An engine for prompts on the devices after those of `engine`, whose model it has."""
-    taken = engine.first_device + engine.tensor_parallel_size * engine.data_parallel_size
+    own = engine.tensor_parallel_size * engine.data_parallel_size * engine.prefill_context_parallel_size
+    taken = engine.first_device + own
     ways, there = roles.prefill_devices, len(jax.local_devices())
     if taken + ways > there:
         raise ConfigError(
@@ -92,6 +93,8 @@ def beside(engine: EngineConfig, roles: RoleConfig) -> EngineConfig:
         tensor_parallel_size=ways,
         data_parallel_size=1,
         expert_parallel_size=None,
+        expert_capacity_factor=None,
+        expert_dispatch_dtype="auto",
         prefill_context_parallel_size=1,
         enable_eplb=False,
         eplb_config=None,

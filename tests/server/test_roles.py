@@ -53,6 +53,10 @@ def test_devices_for_prompts_come_after_the_model_s_and_must_be_there():
     config = beside(decoding, roles)
     assert (config.first_device, config.tensor_parallel_size, config.data_parallel_size) == (4, 2, 1)
     assert not config.enable_eplb
+    assert (
+        beside(EngineConfig("m", tensor_parallel_size=2, prefill_context_parallel_size=2), roles).first_device
+        == 4
+    )
     there = len(jax.local_devices())
     with pytest.raises(
         ConfigError, match=f"prefill_devices=99 are not here: of {there} devices the model itself takes 4"

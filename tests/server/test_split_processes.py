@@ -68,6 +68,28 @@ def begin(worker: Worker, prompt: list[int], stop_after: int, **fields) -> list[
     raise AssertionError("the stream ended")
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"link": "x"}, "link 'x' is not offered here"),
+        ({"skip": 1000}, "skip must be from 0 to the prompt's 150 tokens"),
+        ({"skip": -1}, "skip must be from 0"),
+        ({"request": {"prompt_token_ids": 5}}, "request or receiver"),
+        ({"receiver": {"page_size": "q"}}, "request or receiver"),
+        ({"request": {"params": {"logit_bias": {"x": 1}}}}, "request or receiver"),
+    ],
+)
+def test_a_handover_that_cannot_be_is_refused(workers, change, words):
+    prefill, decode = workers
+    receiver = httpx.get(decode.url + "/internal/handshake").json()
+    request = {"request_id": "a", "prompt_token_ids": PROMPT, "priority": 0, "cache_salt": None, "params": {}}
+    body = {"request": request, "receiver": receiver, "skip": 0, "link": "tcp"}
+    for name, value in change.items():
+        body[name] = body[name] | value if isinstance(value, dict) else value
+    answer = httpx.post(prefill.url + "/internal/prefill", json=body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.supports(
     "disaggregation", "prefill and decode in two processes (jax.experimental.transfer, HTTP)"
 )
