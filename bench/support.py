@@ -53,9 +53,10 @@ def _areas(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _short(names: list[str]) -> str:
     if len(names) > MANY:
-        counts = Counter(name.split()[0] for name in names)
-        alone = {name.split()[0]: name for name in names}
-        names = [alone[word] if count == 1 else f"{word} ({count})" for word, count in counts.items()]
+        words = [name.split()[0] for name in names]
+        alike = {word: count for word, count in Counter(words).items() if count > 2}
+        shown = [f"{w} ({alike[w]})" if w in alike else n for n, w in zip(names, words, strict=True)]
+        names = list(dict.fromkeys(shown))
     return "; ".join(names)
 
 
