@@ -103,11 +103,12 @@ def build(
         assert model_config.mixture is not None
         weights, where = with_first_copies(weights, where, model_config.mixture)
     step = Step(model_config, config.block_size, where)
-    own_layers = not (stacked or where or config.load_compiled)
+    # One CPU runs every step in groups of layers, unless it loads saved steps, which are whole.
+    one_cpu = not (stacked or where or config.load_compiled)
     pieces = 1 if config.pipeline_parallel_size > 1 else layer_groups
-    pieces = ON_A_CPU if own_layers and pieces == 1 else pieces
+    pieces = ON_A_CPU if one_cpu and pieces == 1 else pieces
     groups = split_layers(weights["layers"], stacked=stacked, pieces=pieces)
-    layered = LayeredStep(step, groups, decoding=own_layers) if pieces > 1 else None
+    layered = LayeredStep(step, groups, decoding=one_cpu) if pieces > 1 else None
     pool = arrays.pool(num_pages)
     runner = DeviceRunner(step, weights, pool, arrays.state(), buckets, config.load_compiled, layered)
     loaded = time.monotonic()

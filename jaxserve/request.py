@@ -26,9 +26,8 @@ class Request:
     )  # output made elsewhere already: the request goes on after it, and hands back only what is new
     trace_id: str | None = None  # what its timeline is filed under, if not its own id
     prefill_url: str | None = None  # the worker that is to compute the prompt, if not this one
-    watch: Callable[[Sequence, LayerGroup], None] | None = (
-        None  # told of every step, layers by layers as they are launched, on the engine's thread
-    )
+    # Told of every step, one group of layers after the other as they are launched, on the engine's thread.
+    watch: Callable[[Sequence, LayerGroup], None] | None = None
 
 
 @dataclass(frozen=True)
